@@ -1,0 +1,9 @@
+"""The error that is the user's to mend."""
+
+
+class UserError(ValueError):
+    """Something in the recipe, the data, the model folder or the machine must change.
+
+    The command line prints the message as one paragraph, without a traceback, and exits
+    with status 2. The message says what, got, wanted, and what to do.
+    """

@@ -1,0 +1,25 @@
+"""Protocols that two packages of one layer share."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from ratoon.types.rollouts import Prompt, Response
+
+
+class RewardFn(Protocol):
+    """Scores the responses of one prompt."""
+
+    def __call__(self, prompt: Prompt, responses: Sequence[Response]) -> Sequence[float]:
+        """One finite number for each response, in order."""
+        ...
+
+
+class WeightReceiver(Protocol):
+    """Whatever must follow the policy's weights: a rollout engine."""
+
+    async def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
+        """Serve `weights` (name -> tensor, as in the model's state dict) from now on, stamped `version`.
+
+        An engine that shares the trainer's tensors ignores `weights` and takes the version.
+        """
+        ...

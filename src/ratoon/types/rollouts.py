@@ -1,0 +1,195 @@
+"""Prompts, responses, and the group of responses that one prompt grew."""
+
+# Shape letters: P prompt tokens, R response tokens, N responses of a group.
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+_NO_METADATA: Mapping[str, Any] = MappingProxyType({})
+
+
+class FinishReason(StrEnum):
+    """Why a response ended."""
+
+    EOS = "eos"
+    """The model ended it with an end-of-sequence token, which is the response's last token."""
+
+    STOP = "stop"
+    """A stop string appeared in its text; the tokens that complete the string are kept."""
+
+    LENGTH = "length"
+    """The token budget ran out."""
+
+    ABORT = "abort"
+    """The engine was told to stop; the tokens so far are kept."""
+
+
+def token_array(token_ids: ArrayLike, what: str) -> NDArray[np.int64]:
+    """A read-only 1-D int64 copy of `token_ids`; `what` names them in an error."""
+    given = np.asarray(token_ids)
+    if given.size == 0 and given.ndim == 1:
+        given = given.astype(np.int64)
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise ValueError(
+            f"{what}: token ids must be a 1-D array or list of integers, got shape {given.shape} of {given.dtype}"
+        )
+    if given.size and (int(given.min()) < 0 or int(given.max()) > np.iinfo(np.int32).max):
+        raise ValueError(
+            f"{what}: token ids must lie in [0, 2**31), got {int(given.min())} to {int(given.max())}; "
+            "padding or ignore indices (such as -100) do not belong in token ids"
+        )
+    tokens = given.astype(np.int64)  # always a copy: the caller's array may change later
+    tokens.setflags(write=False)
+    return tokens
+
+
+def _check_one_per_token(array: NDArray[Any], num_tokens: int, what: str) -> None:
+    if array.shape != (num_tokens,):
+        raise ValueError(
+            f"{what} must hold one entry for each of {num_tokens} response tokens, got shape {array.shape}"
+        )
+    array.setflags(write=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """What the policy is asked to continue."""
+
+    id: str | int
+    """Names the prompt in logs and seeds its sampling. Need not be unique in a step."""
+
+    token_ids: NDArray[np.int64]
+    """[P] int64, P >= 1. Any 1-D integer array or list is accepted."""
+
+    text: str = ""
+    """What `token_ids` encode, for rewards and for people."""
+
+    answer: str | None = None
+    """The reference answer, where the task has one."""
+
+    metadata: Mapping[str, Any] = field(default_factory=lambda: _NO_METADATA)
+    """Everything else the data row held; rewards may read it."""
+
+    def __post_init__(self) -> None:
+        tokens = token_array(self.token_ids, f"prompt {self.id!r}")
+        if tokens.size == 0:
+            raise ValueError(
+                f"prompt {self.id!r} is empty, but the first response token needs a token to be predicted from; "
+                "drop the row or begin the prompt with a BOS token"
+            )
+        object.__setattr__(self, "token_ids", tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Response:
+    """One sampled continuation of a prompt."""
+
+    token_ids: NDArray[np.int64]
+    """[R] int64, R >= 0, the EOS token included where the model ended with one."""
+
+    rollout_logprobs: NDArray[np.float32] | None = None
+    """[R] float32. Log-probability of each token under the distribution it was drawn from."""
+
+    text: str = ""
+    """The decoded response without special tokens, for rewards and for people."""
+
+    finish_reason: FinishReason = FinishReason.EOS
+
+    policy_versions: NDArray[np.int64] | None = None
+    """[R] int64. Version of the weights that drew each token."""
+
+    routed_experts: NDArray[np.int16] | None = None
+    """[P + R, L, K] int16. Experts chosen in rollout; -1 where unknown."""
+
+    def __post_init__(self) -> None:
+        tokens = token_array(self.token_ids, "response")
+        object.__setattr__(self, "token_ids", tokens)
+        if self.rollout_logprobs is not None:
+            logprobs = np.array(self.rollout_logprobs, np.float32)
+            _check_one_per_token(logprobs, tokens.size, "rollout_logprobs")
+            if np.isnan(logprobs).any() or (logprobs > 1e-3).any():
+                raise ValueError(
+                    "rollout_logprobs must be log-probabilities (<= 0, not NaN); check what the engine returned"
+                )
+            object.__setattr__(self, "rollout_logprobs", logprobs)
+        if self.policy_versions is not None:
+            versions = np.array(self.policy_versions, np.int64)
+            _check_one_per_token(versions, tokens.size, "policy_versions")
+            object.__setattr__(self, "policy_versions", versions)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.size
+
+    @property
+    def is_truncated(self) -> bool:
+        """The token budget ended it, not the model."""
+        return self.finish_reason is FinishReason.LENGTH
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutGroup:
+    """One prompt and its N responses."""
+
+    prompt: Prompt
+    responses: tuple[Response, ...]
+    """N >= 0 responses; any sequence is accepted."""
+
+    rewards_N: NDArray[np.float64] | None = None
+    """[N] float64, once scored."""
+
+    advantages_N: NDArray[np.float64] | None = None
+    """[N] float64, once compared."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "responses", tuple(self.responses))
+        for name in ("rewards_N", "advantages_N"):
+            values = getattr(self, name)
+            if values is None:
+                continue
+            array = np.array(values, dtype=np.float64)
+            if array.shape != (self.group_size,):
+                raise ValueError(
+                    f"prompt {self.prompt.id!r}: {name} must be [{self.group_size}], one for each response, "
+                    f"got shape {array.shape}"
+                )
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+
+    @property
+    def group_size(self) -> int:
+        return len(self.responses)
+
+    @property
+    def response_lengths(self) -> tuple[int, ...]:
+        return tuple(response.num_tokens for response in self.responses)
+
+    @property
+    def num_logical_tokens(self) -> int:
+        """Tokens that N separate sequences would hold."""
+        return self.group_size * self.prompt.num_tokens + sum(self.response_lengths)
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens stored when the prompt is shared."""
+        return self.prompt.num_tokens + sum(self.response_lengths)
+
+    def select(self, response_indices: Sequence[int]) -> "RolloutGroup":
+        """The same prompt with some of its responses, rewards and advantages."""
+        chosen = list(response_indices)
+        return replace(
+            self,
+            responses=tuple(self.responses[index] for index in chosen),
+            rewards_N=None if self.rewards_N is None else self.rewards_N[chosen],
+            advantages_N=None if self.advantages_N is None else self.advantages_N[chosen],
+        )
