@@ -1,0 +1,26 @@
+"""Rollout: responses sampled from the policy, with the log-probabilities they were drawn with."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ratoon.rollout.config import RolloutConfig
+    from ratoon.rollout.engine import RolloutEngine
+    from ratoon.rollout.errors import RolloutError, RolloutStalledError
+    from ratoon.rollout.factory import build_engine
+
+_HOMES = {
+    "RolloutConfig": "config",
+    "RolloutEngine": "engine",
+    "RolloutError": "errors",
+    "RolloutStalledError": "errors",
+    "build_engine": "factory",
+}
+
+__all__ = ["RolloutConfig", "RolloutEngine", "RolloutError", "RolloutStalledError", "build_engine"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

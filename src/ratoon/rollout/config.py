@@ -1,0 +1,61 @@
+"""How many responses are drawn, from which distribution, and what the engine may hold."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from ratoon.types.sampling import SamplingParams
+
+
+class RolloutConfig(BaseModel):
+    """The `[rollout]` table of a recipe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    engine: Literal["transformers"] = "transformers"
+    """`"transformers"` generates in this process, on the trainer's own weights."""
+
+    prompts_per_step: int = Field(default=8, ge=1)
+    """Prompts of one optimizer step; it trains on `prompts_per_step * group_size` responses."""
+
+    group_size: int = Field(default=8, ge=1)
+    """Responses drawn for each prompt."""
+
+    temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Divides the logits, in rollout and in training alike."""
+
+    max_response_tokens: int = Field(default=256, ge=1)
+    """A response is cut after this many tokens, EOS included."""
+
+    stop: tuple[str, ...] = ()
+    """Strings that end a response as soon as its text holds one; the string is kept."""
+
+    max_concurrent_responses: int = Field(default=128, ge=1)
+    """Responses that generate at a time; the others wait their turn."""
+
+    cache_tokens: int | None = Field(default=None, ge=1)
+    """Cap of the key/value cache in tokens, a prompt counted once for its group. When absent it holds what
+    `max_concurrent_responses` of the longest prompts and responses so far can fill; never all free memory."""
+
+    timeout_s: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    """A generate call that sees no new token for this many seconds ends the run and says what it waited for."""
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if any(not text for text in stop):
+            raise ValueError("holds an empty string, which would end every response at once; remove it")
+        return stop
+
+    @property
+    def responses_per_step(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+    def sampling_params(self, seed: int) -> SamplingParams:
+        """The distribution to train on; `seed` is the run's."""
+        return SamplingParams(
+            temperature=self.temperature,
+            max_response_tokens=self.max_response_tokens,
+            stop=self.stop,
+            seed=seed,
+        )

@@ -1,0 +1,71 @@
+"""The protocol between the training loop and whatever generates responses."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from ratoon.types.rollouts import Prompt, RolloutGroup
+from ratoon.types.sampling import SamplingParams
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Generates groups of responses. Every method must be called from one event loop at a time."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that draw the next token."""
+        ...
+
+    async def generate(self, prompt: Prompt, *, group_size: int, sampling: SamplingParams, step: int) -> RolloutGroup:
+        """Draw `group_size` responses; calls that run at the same time share batches.
+
+        Consumes a prompt. Waits for room in the engine, for `resume` while paused, and for the last of its
+        responses. Unblocked by the responses' ends, by `abort` and `close` (with what there is), or by an error.
+
+        Every draw depends on `sampling.seed`, `step`, `prompt.id`, the response's index in the group and the token's
+        position in the response, and on nothing else: not on the batch, the order of calls or any global generator.
+        Two calls that agree in all of them draw alike, so prompt ids should differ within a step.
+
+        `rollout_logprobs` are those of the temperature-scaled distribution over the whole vocabulary; greedy
+        responses (temperature 0) have none. `policy_versions` stamps each token. `text` is the response decoded
+        without special tokens, up to and including the stop string where one ended it.
+
+        Raises `UserError` for a prompt the model or the cache cannot hold, `RolloutStalledError` when no token appears
+        for `rollout.timeout_s`, `RolloutError` for any other failure. Cancelling the call withdraws its responses.
+        """
+        ...
+
+    async def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
+        """Serve `weights` from now on, stamped `version`; responses in flight go on with them.
+
+        Consumes a state dict. Waits for the forward pass in progress. Unblocked when the next token will be drawn from
+        the new weights. An engine that shares the trainer's tensors ignores `weights`; then pause it while the
+        optimizer writes, or write while nothing is in flight.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Draw no token until `resume`; responses in flight are kept, with their token budgets.
+
+        Waits for the forward pass in progress. Unblocked when the model is no longer in use.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Undo `pause`. Waits for nothing."""
+        ...
+
+    async def abort(self) -> None:
+        """End every response in flight with the tokens it has and `FinishReason.ABORT`.
+
+        Waits for the forward pass in progress. Unblocked when all pending `generate` calls have their groups. The
+        engine goes on to serve new calls.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Abort, and free threads and cache; a second call does nothing.
+
+        Waits for the forward pass in progress, at most `rollout.timeout_s`. Later calls raise `RolloutError`.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""The engines behind `RolloutEngine`; the only package that knows a serving engine."""

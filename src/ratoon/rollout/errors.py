@@ -1,0 +1,12 @@
+"""What a rollout raises when it cannot deliver."""
+
+
+class RolloutError(RuntimeError):
+    """Responses that were asked for cannot be delivered; `__cause__` holds the engine's own error.
+
+    The engine stays usable unless the message says it is closed.
+    """
+
+
+class RolloutStalledError(RolloutError, TimeoutError):
+    """No token appeared for `rollout.timeout_s`; the message names what was waited for."""
