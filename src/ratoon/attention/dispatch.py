@@ -1,0 +1,110 @@
+"""The op that models call."""
+
+# Shape letters: T rows, H heads (Hq query, Hkv key and value), D head dim, E value head dim.
+
+import math
+
+import torch
+from torch import Tensor
+
+from ratoon.attention.flash.attention import flash_attention
+from ratoon.attention.impls import AttentionRequest, Feature, resolve_impl
+from ratoon.attention.plan import AttentionPlan
+from ratoon.attention.reference import reference_attention
+
+
+@torch.compiler.disable
+def forest_attention(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    plan: AttentionPlan,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+    deterministic: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    """Causal attention in which every row reads its own path through the forest, within the plan's window.
+
+    q_THD: [T, Hq, D]. k_THD: [T, Hkv, D]; v_THD: [T, Hkv, E]; Hkv divides Hq. All of one dtype.
+    softmax_scale: multiplies q.k before softmax; 1/sqrt(D) when None.
+    softcap: scaled scores become softcap * tanh(score / softcap).
+    sinks_H: [Hq], any floating dtype. One more score in every row's softmax, that brings no value; not capped.
+    deterministic: the gradients are bitwise equal in every run, or the call is refused.
+    impl: "auto" takes the first of `available_impls()` that has all that is asked for (`resolve_impl` tells
+    which, and why); a name is obeyed or refused.
+
+    Returns [T, Hq, E] in q's dtype. Scores and sums accumulate in fp32 (fp64 for fp64 input).
+    Raises ValueError for shapes that do not fit, and for what the implementation cannot do.
+    """
+    _check(q_THD, k_THD, v_THD, plan, sinks_H)
+    scale = 1 / math.sqrt(q_THD.shape[2]) if softmax_scale is None else softmax_scale
+    if not math.isfinite(scale):
+        raise ValueError(f"softmax_scale must be finite, got {scale}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite, got {softcap}; pass None for no cap")
+
+    asked: dict[Feature, bool] = {
+        "sliding window": plan.window is not None,
+        "softcap": softcap is not None,
+        "sinks": sinks_H is not None,
+        "deterministic backward": deterministic,
+    }
+    request = AttentionRequest(
+        device_type=q_THD.device.type,
+        dtype=q_THD.dtype,
+        head_dim=q_THD.shape[2],
+        v_head_dim=v_THD.shape[2],
+        features=frozenset(feature for feature, is_asked in asked.items() if is_asked),
+    )
+    match resolve_impl(request, impl).impl:
+        case "flash":
+            assert plan.flash is not None, "a plan without a window has a flash schedule"
+            return flash_attention(q_THD, k_THD, v_THD, plan.flash, softmax_scale=scale, sinks_H=sinks_H)
+        case "reference":
+            return reference_attention(q_THD, k_THD, v_THD, plan, softmax_scale=scale, softcap=softcap, sinks_H=sinks_H)
+        case chosen:
+            raise AssertionError(f"no such implementation: {chosen}")
+
+
+def _check(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: AttentionPlan, sinks_H: Tensor | None) -> None:
+    """Shapes, dtypes and devices that fit one another and the plan."""
+    tensors = {"q_THD": q_THD, "k_THD": k_THD, "v_THD": v_THD}
+    for name, tensor in tensors.items():
+        if tensor.ndim != 3:
+            raise ValueError(f"{name} must be [rows, heads, head dim], without a batch; got shape {_shape(tensor)}")
+        if tensor.shape[0] != plan.num_rows:
+            raise ValueError(
+                f"{name} has {tensor.shape[0]} rows, but its plan was built for a layout of {plan.num_rows}; "
+                "build the plan from the layout that the rows come from"
+            )
+        if tensor.dtype != q_THD.dtype or not tensor.is_floating_point():
+            raise ValueError(
+                f"q, k and v must have one floating dtype, got {name} in {tensor.dtype} and q_THD in {q_THD.dtype}"
+            )
+    for name, tensor in (tensors if sinks_H is None else tensors | {"sinks_H": sinks_H}).items():
+        if tensor.device != plan.device:
+            raise ValueError(f"{name} is on {tensor.device}, but its plan was built for {plan.device}")
+
+    num_heads, num_kv_heads = q_THD.shape[1], k_THD.shape[1]
+    if k_THD.shape[2] != q_THD.shape[2] or v_THD.shape[1] != num_kv_heads:
+        raise ValueError(
+            "k must have q's head dim, and v as many heads as k; "
+            f"got q {_shape(q_THD)}, k {_shape(k_THD)}, v {_shape(v_THD)}"
+        )
+    if min(num_heads, num_kv_heads, q_THD.shape[2], v_THD.shape[2]) < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            "the number of key and value heads must divide the number of query heads, and no dim may be empty; "
+            f"got q {_shape(q_THD)}, k {_shape(k_THD)}, v {_shape(v_THD)}"
+        )
+    if sinks_H is not None and (sinks_H.shape != (num_heads,) or not sinks_H.is_floating_point()):
+        raise ValueError(
+            f"sinks_H must hold one floating number for each of {num_heads} query heads, "
+            f"got shape {_shape(sinks_H)} of {sinks_H.dtype}"
+        )
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)

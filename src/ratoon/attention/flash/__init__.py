@@ -1,0 +1,1 @@
+"""Levels of stock flash kernels, merged by log-sum-exp."""
