@@ -1,0 +1,61 @@
+"""Making a transformers decoder run packed layouts."""
+
+from dataclasses import replace
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ratoon.models.interface import IMPLEMENTATION, Attachment, check_inputs, is_attached, register_attention
+from ratoon.models.refusals import refuse_config, refuse_model
+from ratoon.models.rope import has_fixed_rope
+from ratoon.models.self_check import check_against_stock
+from ratoon.models.settings import setting
+from ratoon.types import UserError
+
+
+def attach(model: PreTrainedModel, impl: str = "auto") -> PreTrainedModel:
+    """Makes `model` run packed layouts, in place, and returns it. Attaching again changes the implementation.
+
+    impl: as for `forest_attention`.
+
+    Afterwards the model runs with the `forest` keyword only; `stock_attention` gives it transformers' own
+    attention back for a while. What cannot work is refused by name (UserError), and so is a model that does not
+    pass the check of a small forest against one forward pass per sequence; the model then is as it was.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(f"attach takes a transformers model, got {type(model).__name__}")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UserError(f"this {type(model).__name__} has no weights yet (meta device); attach it once they are loaded")
+    refuse_config(model.config, rope_is_fixed=has_fixed_rope(model))
+    refuse_model(model)
+    register_attention()
+    before = vars(model).get("_ratoon_attachment")
+    previous_implementation = model.config._attn_implementation
+    hook = None
+    if not is_attached(model):
+        hook = model.base_model.register_forward_pre_hook(check_inputs, with_kwargs=True)
+    attachment = Attachment(
+        impl=impl,
+        attention_classes=frozenset(),
+        logit_scale=_logit_scale(model.config),
+        logit_softcap=setting(model.config, "final_logit_softcapping"),
+    )
+    vars(model)["_ratoon_attachment"] = attachment
+    try:
+        model.set_attn_implementation(IMPLEMENTATION)
+        attention_classes = check_against_stock(model)
+    except BaseException:
+        model.set_attn_implementation(previous_implementation)
+        if hook is not None:
+            hook.remove()
+        vars(model)["_ratoon_attachment"] = before
+        if before is None:
+            del vars(model)["_ratoon_attachment"]
+        raise
+    vars(model)["_ratoon_attachment"] = replace(attachment, attention_classes=attention_classes)
+    return model
+
+
+def _logit_scale(config: PreTrainedConfig) -> float:
+    scale = setting(config, "logit_scale")
+    divisor = setting(config, "logits_scaling")
+    return float(1.0 if scale is None else scale) / float(1.0 if divisor is None else divisor)

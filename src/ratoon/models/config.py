@@ -1,0 +1,101 @@
+"""Which model is trained, and how it is held in memory."""
+
+import string
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PRINTABLE_ASCII = "".join(sorted(string.digits + string.ascii_letters + string.punctuation + " \n"))
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+AttentionImpl = Literal["auto", "reference", "flash", "flex", "triton"]
+Recompute = Literal["none", "selective", "full"]
+
+
+class FreshModelConfig(BaseModel):
+    """A small Qwen3 with random weights and a tokenizer of single characters, made on the spot."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    hidden_size: int = Field(default=128, ge=1)
+    """Width of the residual stream."""
+
+    intermediate_size: int = Field(default=384, ge=1)
+    """Width of the MLP."""
+
+    num_layers: int = Field(default=4, ge=1)
+
+    num_heads: int = Field(default=4, ge=1)
+    """Query heads."""
+
+    num_kv_heads: int = Field(default=2, ge=1)
+    """Key and value heads; divides num_heads."""
+
+    head_dim: int = Field(default=32, ge=2)
+    """Width of one head; even, because rotary embedding turns pairs."""
+
+    max_positions: int = Field(default=1024, ge=1)
+    """Longest sequence in tokens, prompt and response together."""
+
+    alphabet: str = PRINTABLE_ASCII
+    """The characters the tokenizer knows, one token each; others become the unknown token."""
+
+    tied_embeddings: bool = True
+    """The output head shares the embedding's weights."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads={self.num_heads}, got {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        if not self.alphabet:
+            raise ValueError("alphabet is empty; name the characters that prompts and responses use")
+        if len(set(self.alphabet)) != len(self.alphabet):
+            repeated = sorted({letter for letter in self.alphabet if self.alphabet.count(letter) > 1})
+            raise ValueError(f"alphabet names each character once, got {''.join(repeated)!r} repeatedly")
+        return self
+
+
+class ModelConfig(BaseModel):
+    """The policy's weights and tokenizer, and how they run. Give either `path` or `fresh`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    path: str | None = None
+    """A model folder (safetensors or GGUF), or `package:NAME` for the folder of an installed Python package."""
+
+    gguf_file: str | None = None
+    """Name of a GGUF file inside `path`; its weights are dequantised and trained as ordinary ones."""
+
+    fresh: FreshModelConfig | None = None
+    """A randomly initialised model instead of `path`."""
+
+    eos_token: str | None = None
+    """Token that ends a response, where the folder's own is missing or wrong (as in some GGUF files)."""
+
+    dtype: Dtype = "float32"
+    """Type of the weights and of the computation."""
+
+    attention: AttentionImpl = "auto"
+    """Attention implementation; `auto` takes the fastest that fits and says which."""
+
+    recompute: Recompute = "none"
+    """What the backward pass computes again to save memory: nothing, norms and MLPs, or every layer."""
+
+    rope_positions: int | None = Field(default=None, ge=1)
+    """For rotary scalings chosen by length (dynamic, longrope): the run's longest sequence, which fixes them."""
+
+    trust_remote_code: bool = False
+    """Run Python code found in the model folder. Only for folders whose code you have read."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.path is None) == (self.fresh is None):
+            given = "neither" if self.path is None else "both"
+            raise ValueError(f"give exactly one of `path` and `fresh`, got {given}")
+        if self.fresh is not None:
+            for name in ("gguf_file", "eos_token", "rope_positions"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} belongs to a model folder and does nothing beside `fresh`; remove it")
+        return self

@@ -1,0 +1,56 @@
+"""A layout on its device, with the attention plan of each window: what travels through a model's forward pass."""
+
+# Shape letters: T rows.
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from ratoon.attention import AttentionPlan
+from ratoon.layout import PackedLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Forest:
+    """The `forest` keyword of an attached model's forward pass: `model(forest.token_ids_1T, forest=forest)`."""
+
+    layout: PackedLayout
+
+    device: torch.device
+
+    impl: str
+    """Implementation that `forest_attention` is asked for."""
+
+    token_ids_1T: Tensor
+    """[1, T] int64."""
+
+    positions_1T: Tensor
+    """[1, T] int64. Logical positions: a response continues its prompt's."""
+
+    calls: list[tuple[type[nn.Module], int | None]] | None = None
+    """Where a list is given, each attention call adds its module's class and its window."""
+
+    _plans: dict[int | None, AttentionPlan] = field(default_factory=dict)
+
+    @classmethod
+    def build(cls, layout: PackedLayout, *, device: torch.device | str, impl: str = "auto") -> "Forest":
+        device = torch.device(device)
+        return cls(
+            layout=layout,
+            device=device,
+            impl=impl,
+            token_ids_1T=torch.tensor(layout.token_ids_T, device=device)[None],
+            positions_1T=torch.tensor(layout.positions_T, device=device, dtype=torch.int64)[None],
+        )
+
+    def plan_for(self, window: int | None) -> AttentionPlan:
+        """The plan of a layer's window, built at the first layer that has it."""
+        if window not in self._plans:
+            self._plans[window] = AttentionPlan.build(self.layout, device=self.device, window=window)
+        return self._plans[window]
+
+    def note_call(self, module: nn.Module, window: int | None) -> None:
+        if self.calls is not None:
+            self.calls.append((type(module), window))

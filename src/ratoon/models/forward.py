@@ -1,0 +1,60 @@
+"""Log-probs of a layout's scored tokens under a model, without the logits of all of them."""
+
+# Shape letters: T rows, M scored tokens, C channels, V vocabulary.
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ratoon.layout import PackedLayout
+from ratoon.models.forest import Forest
+from ratoon.models.interface import attachment_of
+from ratoon.ops import linear_logprob
+
+
+def forward_logprobs(model: PreTrainedModel, layout: PackedLayout, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy (nats) of each scored token: [M], [M], differentiable.
+
+    temperature: divides the logits, after the model's own logit scale and cap, as in sampling.
+
+    The decoder's body runs once over the layout's rows; the head only where a token is scored. A layout without
+    scored tokens gives empty results and does not run the model. Raises ValueError where a token id is not
+    in the model's vocabulary.
+    """
+    attachment = attachment_of(model)
+    head = model.get_output_embeddings()
+    _check_vocabulary(layout, head.weight.shape[0])
+    if layout.num_scored == 0:
+        dtype = torch.promote_types(head.weight.dtype, torch.float32)
+        empty_M = torch.zeros(0, dtype=dtype, device=head.weight.device)
+        return empty_M, empty_M.clone()
+    device = model.get_input_embeddings().weight.device
+    return score_forest(model, Forest.build(layout, device=device, impl=attachment.impl), temperature)
+
+
+def score_forest(model: PreTrainedModel, forest: Forest, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """`forward_logprobs` of a layout that is already on its device and has a scored token."""
+    attachment = attachment_of(model)
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear), f"attach accepted a head of type {type(head).__name__}"
+    hidden_TC = model.base_model(input_ids=forest.token_ids_1T, forest=forest, use_cache=False)[0][0]
+    predictor_row_M = torch.tensor(forest.layout.predictor_row_M, device=hidden_TC.device, dtype=torch.int64)
+    return linear_logprob(
+        hidden_TC.index_select(0, predictor_row_M),
+        head.weight,
+        torch.tensor(forest.layout.target_M, device=hidden_TC.device),
+        temperature=temperature,
+        bias=head.bias,
+        logit_scale=attachment.logit_scale,
+        logit_softcap=attachment.logit_softcap,
+    )
+
+
+def _check_vocabulary(layout: PackedLayout, vocab_size: int) -> None:
+    largest = max(int(layout.token_ids_T.max(initial=0)), int(layout.target_M.max(initial=0)))
+    if largest >= vocab_size:
+        raise ValueError(
+            f"token id {largest} is outside the model's vocabulary of {vocab_size:,}; "
+            "was the data tokenized with another model's tokenizer?"
+        )

@@ -1,0 +1,59 @@
+"""A small model and its tokenizer, made on the spot."""
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from ratoon.models.config import FreshModelConfig
+
+PAD_TOKEN, EOS_TOKEN, UNK_TOKEN = "<pad>", "<eos>", "<unk>"
+
+
+def build_fresh(config: FreshModelConfig, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A Qwen3 with random float32 weights on the CPU, and a tokenizer with one token a character.
+
+    The weights follow `seed` alone, and the global random state stays as it was. The model is not attached yet.
+    """
+    tokenizer = _build_tokenizer(config)
+    model_config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=config.tied_embeddings,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(model_config)
+    return model.eval(), tokenizer
+
+
+def _build_tokenizer(config: FreshModelConfig) -> PreTrainedTokenizerBase:
+    vocabulary = [PAD_TOKEN, EOS_TOKEN, UNK_TOKEN, *config.alphabet]
+    # BPE without merges takes a text apart into its characters, each unknown one for itself.
+    backend = Tokenizer(
+        models.BPE(vocab={token: index for index, token in enumerate(vocabulary)}, merges=[], unk_token=UNK_TOKEN)
+    )
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD_TOKEN,
+        eos_token=EOS_TOKEN,
+        unk_token=UNK_TOKEN,
+        model_max_length=config.max_positions,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,210 @@
+"""How an attached model meets transformers: the attention function, the input checks, and the way back."""
+
+# Shape letters: T rows, H heads, D head dim.
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from ratoon.attention import forest_attention
+from ratoon.models.forest import Forest
+
+IMPLEMENTATION = "ratoon"
+"""Our name in transformers' tables of attention and mask functions."""
+
+_HARMLESS_KEYWORDS = frozenset(
+    {
+        "cache_position",
+        "is_causal",
+        "layer_idx",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+"""What models hand their attention function that does not change its result here."""
+
+_HOW_TO_CALL = (
+    "call ratoon.models.forward_logprobs(model, layout), or "
+    "model(input_ids=forest.token_ids_1T, forest=forest) with forest = Forest.build(layout, device=...)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attachment:
+    """What `attach` found out about a model."""
+
+    impl: str
+
+    attention_classes: frozenset[type[nn.Module]]
+    """Classes of the modules that called the attention function."""
+
+    logit_scale: float
+    """Multiplies the head's output (Cohere; Granite divides by its inverse)."""
+
+    logit_softcap: float | None
+    """Caps the head's output (Gemma 2)."""
+
+
+def is_attached(model: nn.Module) -> bool:
+    return "_ratoon_attachment" in vars(model)
+
+
+def attachment_of(model: PreTrainedModel) -> Attachment:
+    """What `attach` left on the model. Raises ValueError on any other model."""
+    if not is_attached(model):
+        raise ValueError(
+            f"this {type(model).__name__} is not attached, and its own attention would read a packed layout wrongly; "
+            "call ratoon.models.attach(model) first"
+        )
+    return vars(model)["_ratoon_attachment"]
+
+
+@contextmanager
+def stock_attention(model: PreTrainedModel, implementation: str) -> Iterator[PreTrainedModel]:
+    """Inside, an attached model runs transformers' own attention, to generate with the same weights.
+
+    implementation: a name of transformers' (`eager`, `sdpa`, `paged|sdpa`, ...). The previous one is
+    restored on the way out, after an error too. Packed layouts are refused inside.
+    """
+    previous = model.config._attn_implementation
+    if implementation == IMPLEMENTATION:
+        raise ValueError(f"stock_attention takes the name of a transformers attention, got {implementation!r}")
+    try:
+        model.set_attn_implementation(implementation)
+        yield model
+    finally:
+        model.set_attn_implementation(previous)
+
+
+def register_attention() -> None:
+    """Idempotent: transformers' tables are global to the process."""
+    AttentionInterface.register(IMPLEMENTATION, attend_forest)
+    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+
+
+def check_inputs(
+    body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Runs before the decoder's forward pass: a forest and our attention come together or not at all."""
+    config = body.config
+    assert isinstance(config, PreTrainedConfig), "a transformers model without a configuration"
+    is_ours = config._attn_implementation == IMPLEMENTATION
+    forest = kwargs.get("forest")
+    if forest is None and not is_ours:
+        return args, kwargs
+    if not isinstance(forest, Forest):
+        raise ValueError(
+            f"this model is attached for packed layouts and needs forest=Forest(...), got {type(forest).__name__}; "
+            f"{_HOW_TO_CALL}. To generate, or to run plain sequences, use "
+            "`with ratoon.models.stock_attention(model, 'sdpa'):`"
+        )
+    if not is_ours:
+        raise ValueError(
+            f"a forest was passed while the model runs transformers' {config._attn_implementation!r} attention, "
+            "which would let responses read one another; leave stock_attention first"
+        )
+    if len(args) > 1:
+        raise ValueError("pass everything but input_ids by keyword to an attached model")
+    if kwargs.get("attention_mask") is not None:
+        raise ValueError(
+            f"attention_mask of shape {tuple(kwargs['attention_mask'].shape)} was passed to an attached model; "
+            "the forest says who reads whom, and a packed layout has no padding: leave the mask out"
+        )
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise ValueError("an attached model keeps no cache; use stock_attention to generate")
+    _check_tokens(args[0] if args else kwargs.get("input_ids"), forest)
+    kwargs["position_ids"] = _checked_positions(kwargs.get("position_ids"), forest)
+    kwargs["use_cache"] = False
+    return args, kwargs
+
+
+def _check_tokens(input_ids: Tensor | None, forest: Forest) -> None:
+    if input_ids is not None and input_ids.shape != forest.token_ids_1T.shape:
+        raise ValueError(
+            f"input_ids must be the forest's, [1, {forest.layout.num_rows}], got {list(input_ids.shape)}; "
+            f"{_HOW_TO_CALL}"
+        )
+
+
+def _checked_positions(position_ids: Tensor | None, forest: Forest) -> Tensor:
+    if position_ids is None or position_ids is forest.positions_1T:
+        return forest.positions_1T
+    if position_ids.shape != forest.positions_1T.shape:
+        raise ValueError(
+            f"position_ids must be the forest's, [1, {forest.layout.num_rows}], got {list(position_ids.shape)}; "
+            "positions of several axes (MRoPE) are not supported. Leave position_ids out"
+        )
+    if not torch.equal(position_ids, forest.positions_1T):
+        raise ValueError("position_ids differ from the forest's logical positions; leave position_ids out")
+    return forest.positions_1T
+
+
+def _no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
+    """Our entry in transformers' table of mask functions: the forest is the mask."""
+    if attention_mask is not None:
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)} was passed to an attached model; leave it out"
+        )
+
+
+def attend_forest(
+    module: nn.Module,
+    query_1HTD: Tensor,
+    key_1HTD: Tensor,
+    value_1HTD: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    forest: Forest | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Our entry in transformers' table of attention functions: [1, H, T, D] -> [1, T, H, D].
+
+    The window, softcap and sinks are the layer's own: hybrids get one plan for each distinct window.
+    """
+    if forest is None:
+        raise ValueError(f"the attention of an attached model was called without its forest; {_HOW_TO_CALL}")
+    if attention_mask is not None:
+        raise ValueError(
+            f"an attention mask of shape {tuple(attention_mask.shape)} reached an attached model; leave it out"
+        )
+    if dropout:
+        raise ValueError(f"attention dropout is {dropout}, and log-probs must not be random; set it to 0")
+    unknown = sorted(name for name, value in others.items() if value is not None and name not in _HARMLESS_KEYWORDS)
+    if unknown:
+        raise ValueError(
+            f"{type(module).__name__} hands its attention {', '.join(unknown)}, which attention over a forest "
+            "does not know and may not ignore"
+        )
+    if query_1HTD.shape[0] != 1 or query_1HTD.shape[2] != key_1HTD.shape[2]:
+        raise ValueError(
+            f"a forest is one row of tokens without a cache, got queries of shape {list(query_1HTD.shape)} "
+            f"and keys of shape {list(key_1HTD.shape)}"
+        )
+    out_THD = forest_attention(
+        query_1HTD[0].transpose(0, 1),
+        key_1HTD[0].transpose(0, 1),
+        value_1HTD[0].transpose(0, 1),
+        forest.plan_for(sliding_window),
+        softmax_scale=scaling,
+        softcap=softcap,
+        sinks_H=s_aux,
+        impl=forest.impl,
+    )
+    forest.note_call(module, sliding_window)
+    return out_THD[None], None

@@ -1,0 +1,151 @@
+"""Model folders to policies and tokenizers."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ratoon.models.attachment import attach
+from ratoon.models.config import Dtype, Recompute
+from ratoon.models.model_files import read_json, resolve_model_path
+from ratoon.models.recompute import set_recompute
+from ratoon.models.refusals import refuse_config
+from ratoon.models.rope import fix_rope
+from ratoon.types import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_policy(
+    path: str | Path,
+    *,
+    dtype: Dtype = "float32",
+    device: torch.device | str = "cpu",
+    impl: str = "auto",
+    recompute: Recompute = "none",
+    gguf_file: str | None = None,
+    rope_positions: int | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A trainable decoder from a folder, attached and ready for packed layouts.
+
+    path, gguf_file: as `resolve_model_path`; GGUF weights are dequantised to `dtype`.
+    rope_positions: the longest sequence, for models whose rotary scaling follows the batch (`fix_rope`).
+    trust_remote_code: run Python code from the folder.
+
+    Raises UserError for a folder that cannot be read, weights that do not fill the model, and models that
+    cannot run packed layouts (before their weights are read, where the configuration tells).
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    folder = resolve_model_path(path, gguf_file=gguf_file)
+    config = _load_config(folder, gguf_file, trust_remote_code)
+    refuse_config(config, rope_is_fixed=rope_positions is not None)
+    model = _load_weights(folder, config, DTYPES[dtype], gguf_file, trust_remote_code)
+    if gguf_file is not None:
+        model = _without_quantization(model)
+    model = model.to(torch.device(device))
+    if rope_positions is not None:
+        fix_rope(model, rope_positions)
+    return set_recompute(attach(model, impl), recompute)
+
+
+def load_tokenizer(
+    path: str | Path, *, gguf_file: str | None = None, eos_token: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The folder's tokenizer, with an EOS token and a PAD token (EOS where the folder has none).
+
+    eos_token: replaces the folder's own; must be one token of its vocabulary.
+    """
+    folder = resolve_model_path(path, gguf_file=gguf_file)
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=trust_remote_code, **_gguf_argument(gguf_file)
+    )
+    if eos_token is not None:
+        if eos_token not in tokenizer.get_vocab():
+            raise UserError(
+                f"model.eos_token {eos_token!r} is not a token of the tokenizer in {str(folder)!r}; its special tokens "
+                f"are {', '.join(map(repr, tokenizer.all_special_tokens[:12]))}"
+            )
+        tokenizer.eos_token = eos_token
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"the tokenizer in {str(folder)!r} names no end-of-sequence token, so no response would ever end; "
+            "name one with model.eos_token"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def align_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Makes generation and exported folders end where the tokenizer does, in place."""
+    for settings in (model.config, model.generation_config):
+        if settings is not None:
+            settings.eos_token_id = tokenizer.eos_token_id
+            settings.pad_token_id = tokenizer.pad_token_id
+
+
+def _load_config(folder: Path, gguf_file: str | None, trust_remote_code: bool) -> PreTrainedConfig:
+    if gguf_file is None and not trust_remote_code:
+        model_type = read_json(folder / "config.json").get("model_type")
+        if model_type not in CONFIG_MAPPING:
+            raise UserError(
+                f"the model in {str(folder)!r} is of type {model_type!r}, which this version of transformers does not "
+                "know; if the folder brings its own Python code, read it and set model.trust_remote_code = true"
+            )
+    return AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=trust_remote_code, **_gguf_argument(gguf_file)
+    )
+
+
+def _load_weights(
+    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, gguf_file: str | None, trust_remote_code: bool
+) -> PreTrainedModel:
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=None if gguf_file else config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=None if gguf_file else True,
+            output_loading_info=True,
+            **_gguf_argument(gguf_file),
+        )
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise UserError(f"{config.model_type!r} has no causal language model in transformers; use another") from error
+    # Transformers fills what a checkpoint lacks with random numbers.
+    lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if lacking:
+        raise UserError(
+            f"the weights in {str(folder)!r} do not fill the model: {len(lacking)} missing or of another shape, "
+            f"first {lacking[0]}; is config.json of the same model?"
+        )
+    return model
+
+
+def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in a model that transformers does not count as quantised, so that it can be saved."""
+    config = model.config
+    if "quantization_config" in vars(config):
+        del config.quantization_config
+    plain = type(model)(config).to(model.dtype)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = model.generation_config
+    return plain.eval()
+
+
+def _gguf_argument(gguf_file: str | None) -> dict[str, Any]:
+    return {} if gguf_file is None else {"gguf_file": gguf_file}
