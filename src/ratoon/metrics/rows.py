@@ -70,7 +70,7 @@ def row_to_json(row: MetricsRow) -> str:
         record[name] = value
     if not_finite:
         record[NOT_FINITE_KEY] = not_finite
-    return json.dumps(record, allow_nan=False, ensure_ascii=False)
+    return json.dumps(record, allow_nan=False)
 
 
 def row_from_json(line: str) -> MetricsRow:

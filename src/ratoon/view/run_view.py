@@ -1,0 +1,165 @@
+"""Progress of a run: a live block on a terminal, plain lines anywhere else."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from ratoon.view.final_page import final_page
+from ratoon.view.summary import RunSummary, StepReport
+from ratoon.view.text import bar, duration, key_values, sparkline
+
+_RECENT_STEPS = 10
+"""Steps whose median duration the remaining time is reckoned from."""
+
+_SPARKLINE_WIDTH = 30
+_BAR_WIDTH = 24
+_REFRESH_PER_S = 2.0
+
+
+class RunView:
+    """Shows what a run does. Use it as a context manager, on the rank that writes the run's files.
+
+    On a terminal a block of three lines is redrawn in place. Elsewhere, and where TERM is dumb, every step is one line
+    of `key=value` pairs. NO_COLOR is respected. Whatever is shown also goes to `log`, one plain line each.
+    """
+
+    def __init__(
+        self,
+        run_name: str,
+        *,
+        log: Callable[[str], None],
+        console: Console | None = None,
+        live: bool | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """live: redraw in place; None decides by whether standard output is a terminal that can."""
+        self.run_name = run_name
+        self._log = log
+        self._console = console or Console(highlight=False)
+        # FORCE_COLOR makes rich call a pipe a terminal; a block redrawn into a file is of no use to anyone.
+        self._is_live = self._console.is_interactive and self._console.file.isatty() if live is None else live
+        self._now = now
+        self._live: Live | None = None
+        self._phase = "start"
+        self._phase_began = now()
+        self._report: StepReport | None = None
+        self._rewards: list[float] = []
+        self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._warned: set[str] = set()
+
+    def __enter__(self) -> "RunView":
+        if self._is_live:
+            # A call, not a value: elapsed seconds move on between steps.
+            self._live = Live(
+                get_renderable=self._block, console=self._console, refresh_per_second=_REFRESH_PER_S, transient=True
+            )
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop()
+
+    def phase(self, name: str) -> None:
+        """Says what the run is doing now: generate, reward, update, evaluate, ... Shown on a terminal only."""
+        self._phase, self._phase_began = name, self._now()
+
+    def step(self, report: StepReport) -> None:
+        """Shows one finished step."""
+        if self._report is not None and self._report.stage != report.stage:
+            self._rewards.clear()
+            self._recent_s.clear()
+        self._report = report
+        self._recent_s.append(report.seconds)
+        if report.reward_mean is not None:
+            self._rewards.append(report.reward_mean)
+        line = f"{report.stage} step {report.step}/{report.num_steps} " + key_values(
+            reward_mean=report.reward_mean,
+            loss=report.loss,
+            tokens_per_s=report.tokens_per_s,
+            computed_tokens_per_s=report.computed_tokens_per_s,
+            dedup_ratio=report.dedup_ratio,
+            step_s=report.seconds,
+            eta_s=self._eta_s(),
+        )
+        self._log(line)
+        if self._live is None:
+            self._print(line)
+        else:
+            self._live.refresh()
+
+    def say(self, text: str, style: str = "") -> None:
+        """Shows one lasting line."""
+        self._log(text)
+        self._print(text, style)
+
+    def warn(self, text: str) -> None:
+        """Shows a warning the first time it is given."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self.say(f"warning: {text}", "yellow")
+
+    def finish(self, summary: RunSummary) -> None:
+        """Takes the live block away and shows the final page."""
+        self._stop()
+        page = final_page(summary, ascii_only=self._ascii_only, num_warnings=len(self._warned))
+        for line in page:
+            self.say(line.text, line.style)
+
+    def _stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    @property
+    def _ascii_only(self) -> bool:
+        return self._console.options.ascii_only
+
+    def _print(self, text: str, style: str = "") -> None:
+        encoding = self._console.encoding
+        shown = text.encode(encoding, "replace").decode(encoding)
+        # Text, not markup: rewards and prompts may hold brackets. Soft wrap: lines stay whole for grep and copying.
+        self._console.print(Text(shown, style), soft_wrap=True)
+
+    def _eta_s(self) -> float | None:
+        if self._report is None or not self._recent_s:
+            return None
+        return median(self._recent_s) * max(self._report.num_steps - self._report.step, 0)
+
+    def _block(self) -> Group:
+        phase = f"{self._phase} {duration(self._now() - self._phase_began)}"
+        report = self._report
+        if report is None:
+            return Group(_line(f"{self.run_name}  {phase}", "bold"))
+        eta_s = self._eta_s()
+        progress = bar(report.step / max(report.num_steps, 1), width=_BAR_WIDTH, ascii_only=self._ascii_only)
+        remaining = f"  about {duration(eta_s)} left" if eta_s is not None else ""
+        lines = [
+            _line(f"{self.run_name}  {report.stage}  {phase}", "bold"),
+            _line(f"step {report.step}/{report.num_steps} {progress}{remaining}"),
+            _line("  ".join(self._measured(report))),
+        ]
+        return Group(*lines)
+
+    def _measured(self, report: StepReport) -> list[str]:
+        parts: list[str] = []
+        if report.reward_mean is not None:
+            spark = sparkline(self._rewards, width=_SPARKLINE_WIDTH, ascii_only=self._ascii_only)
+            parts.append(f"reward {report.reward_mean:.3f} {spark}")
+        if report.loss is not None:
+            parts.append(f"loss {report.loss:.4g}")
+        if report.tokens_per_s is not None:
+            parts.append(f"{report.tokens_per_s:,.0f} tokens/s")
+        if report.computed_tokens_per_s is not None:
+            parts.append(f"{report.computed_tokens_per_s:,.0f} computed/s")
+        if report.dedup_ratio is not None:
+            parts.append(f"dedup {report.dedup_ratio:.2f}")
+        return parts
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(text, style, no_wrap=True, overflow="ellipsis")
