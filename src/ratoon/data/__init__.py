@@ -5,10 +5,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ratoon.data.config import DataConfig
+    from ratoon.data.loading import PromptSplit, load_prompts
+    from ratoon.data.report import DataReport
+    from ratoon.data.stream import PromptStream, StreamState
+    from ratoon.data.supervised import supervised_examples
 
-_HOMES = {"DataConfig": "config"}
+_HOMES = {
+    "DataConfig": "config",
+    "DataReport": "report",
+    "PromptSplit": "loading",
+    "PromptStream": "stream",
+    "StreamState": "stream",
+    "load_prompts": "loading",
+    "supervised_examples": "supervised",
+}
 
-__all__ = ["DataConfig"]
+__all__ = [
+    "DataConfig",
+    "DataReport",
+    "PromptSplit",
+    "PromptStream",
+    "StreamState",
+    "load_prompts",
+    "supervised_examples",
+]
 
 
 def __getattr__(name: str) -> Any:

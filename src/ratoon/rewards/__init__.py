@@ -4,11 +4,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ratoon.rewards.building import build_reward_fn, check_prompts
     from ratoon.rewards.config import RewardConfig
+    from ratoon.rewards.extraction import extract_answer
+    from ratoon.rewards.scoring import score
 
-_HOMES = {"RewardConfig": "config"}
+_HOMES = {
+    "RewardConfig": "config",
+    "build_reward_fn": "building",
+    "check_prompts": "building",
+    "extract_answer": "extraction",
+    "score": "scoring",
+}
 
-__all__ = ["RewardConfig"]
+__all__ = ["RewardConfig", "build_reward_fn", "check_prompts", "extract_answer", "score"]
 
 
 def __getattr__(name: str) -> Any:

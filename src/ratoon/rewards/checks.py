@@ -1,0 +1,32 @@
+"""What a reward must be: one finite number."""
+
+import math
+import numbers
+
+import numpy as np
+
+from ratoon.types.errors import UserError
+
+
+def checked_reward(value: object, where: str) -> float:
+    """`value` as a float; `where` names function, prompt and response in an error.
+
+    Accepts any real number, Python's or NumPy's, and booleans. 0 is a score like any other.
+    """
+    if not isinstance(value, numbers.Real | np.bool_):
+        hint = "return 0.0 where nothing was earned" if value is None else "return a float"
+        raise UserError(f"{where} is {_shown(value)}, not a number; {hint}")
+    try:
+        reward = float(value)
+    except OverflowError:
+        reward = math.inf
+    if not math.isfinite(reward):
+        raise UserError(f"{where} is {reward}; rewards must be finite: find the division or logarithm that made it so")
+    return reward
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "None"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
