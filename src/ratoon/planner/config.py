@@ -1,0 +1,12 @@
+"""Settings of the planner."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class PlannerConfig(BaseModel):
+    """How a step is cut into forward passes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    max_rows_per_microbatch: int = Field(default=32_768, ge=1)
+    """Token slots in one forward pass of one data-parallel rank, padding included; a shared prompt counts once."""

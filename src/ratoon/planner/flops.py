@@ -1,0 +1,75 @@
+"""Floating-point work of a training step, counted once for each row, scored token and attended pair."""
+
+# Shape letters: T rows, M scored tokens, H heads, D head dim, C channels, V vocabulary, L layers.
+# P prompt tokens, R response tokens.
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ratoon.layout.packed_layout import PackedLayout
+from ratoon.types.model_shape import ModelShape
+
+# Backward of a matrix multiplication is two of them; backward of attention is five for its forward's
+# two, because it multiplies queries by keys again.
+_MATMUL_PASSES = 3.0
+_ATTENTION_PASSES = 3.5
+
+
+def row_flops(shape: ModelShape) -> float:
+    """Forward and backward of one row through the weights of all layers (those a token meets)."""
+    return _MATMUL_PASSES * 2.0 * shape.active_parameters
+
+
+def scored_token_flops(shape: ModelShape) -> float:
+    """Forward and backward of one scored token through the output head."""
+    return _MATMUL_PASSES * 2.0 * shape.hidden_size * shape.vocab_size
+
+
+def pair_flops(shape: ModelShape) -> float:
+    """Forward and backward of one query-key pair in one layer, all heads."""
+    return _ATTENTION_PASSES * 4.0 * shape.num_heads * shape.head_dim
+
+
+def layers_by_window(shape: ModelShape) -> dict[int | None, int]:
+    """How many layers have each sliding window; None is global attention."""
+    windows = shape.windows or (None,) * shape.num_layers
+    if len(windows) != shape.num_layers:
+        raise ValueError(f"windows must hold one entry for each of {shape.num_layers} layers, got {len(windows)}")
+    return dict(Counter(windows))
+
+
+def pairs_of_prefix(length: ArrayLike, window: int | None) -> NDArray[np.int64]:
+    """Query-key pairs among the first `length` tokens of a sequence (elementwise), themselves included."""
+    n = np.asarray(length, np.int64)
+    if window is None:
+        return n * (n + 1) // 2
+    ramp = np.minimum(n, window)  # the first `window` tokens see all before them, later ones `window` keys
+    return ramp * (ramp + 1) // 2 + (n - ramp) * window
+
+
+def attended_pairs(positions_T: NDArray[np.integer[Any]], window: int | None = None) -> int:
+    """Query-key pairs of one layer over all rows of a layout, each pair once.
+
+    positions_T: [T] logical positions; a row at position p attends the p + 1 tokens of its own
+    path, wherever they are stored, or the last `window` of them.
+    """
+    keys_T = positions_T.astype(np.int64) + 1
+    return int((keys_T if window is None else np.minimum(keys_T, window)).sum())
+
+
+def useful_flops(shape: ModelShape, layout: PackedLayout) -> float:
+    """Useful work of forward and backward on a layout; recomputation is not useful work.
+
+    6 · active non-embedding parameters · T + 6 · C · V · M + 3.5 · 4 · H · D · pairs, pairs summed
+    over layers and counted inside windows. Divided by seconds and the device's peak it is `useful_mfu`.
+    """
+    pairs = sum(
+        num_layers * attended_pairs(layout.positions_T, window)
+        for window, num_layers in layers_by_window(shape).items()
+    )
+    return (
+        row_flops(shape) * layout.num_rows + scored_token_flops(shape) * layout.num_scored + pair_flops(shape) * pairs
+    )
