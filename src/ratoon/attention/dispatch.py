@@ -3,6 +3,8 @@
 # Shape letters: T rows, H heads (Hq query, Hkv key and value), D head dim, E value head dim.
 
 import math
+from collections.abc import Callable
+from typing import ParamSpec, cast
 
 import torch
 from torch import Tensor
@@ -12,8 +14,15 @@ from ratoon.attention.impls import AttentionRequest, Feature, resolve_impl
 from ratoon.attention.plan import AttentionPlan
 from ratoon.attention.reference import reference_attention
 
+Params = ParamSpec("Params")
 
-@torch.compiler.disable
+
+def _hidden_from_compiler(function: Callable[Params, Tensor]) -> Callable[Params, Tensor]:
+    """torch.compile leaves the kernels alone: it knows no better ones, and traces a new graph for every plan."""
+    return cast("Callable[Params, Tensor]", torch.compiler.disable(function))
+
+
+@_hidden_from_compiler
 def forest_attention(
     q_THD: Tensor,
     k_THD: Tensor,

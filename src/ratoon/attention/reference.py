@@ -27,6 +27,11 @@ def reference_attention(
     return _ReferenceAttention.apply(q_THD, k_THD, v_THE, sinks_H, plan, softmax_scale, softcap)
 
 
+def _without_autocast(q_THD: Tensor) -> torch.autocast:
+    """The dtype of the computation is ours to choose, in the backward pass too."""
+    return torch.autocast(q_THD.device.type, enabled=False)
+
+
 class _ReferenceAttention(torch.autograd.Function):
     """Block by block in both directions; a block's gradient is autograd's, of the block computed again."""
 
@@ -45,15 +50,16 @@ class _ReferenceAttention(torch.autograd.Function):
         ctx.plan, ctx.softmax_scale, ctx.softcap = plan, softmax_scale, softcap
         out_THE = q_THD.new_empty(*q_THD.shape[:2], v_THE.shape[2])
         for block in plan.row_blocks:
-            out_THE[block.start : block.end] = _attend_block(
-                q_THD[block.start : block.end],
-                _gather(k_THD, block),
-                _gather(v_THE, block),
-                sinks_H,
-                _mask(plan, block),
-                softmax_scale,
-                softcap,
-            )
+            with _without_autocast(q_THD):
+                out_THE[block.start : block.end] = _attend_block(
+                    q_THD[block.start : block.end],
+                    _gather(k_THD, block),
+                    _gather(v_THE, block),
+                    sinks_H,
+                    _mask(plan, block),
+                    softmax_scale,
+                    softcap,
+                )
         return out_THE
 
     @staticmethod
@@ -72,7 +78,7 @@ class _ReferenceAttention(torch.autograd.Function):
             leaves = [q_THD[block.start : block.end], _gather(k_THD, block), _gather(v_THE, block)]
             leaves += [] if sinks_H is None else [sinks_H]
             leaves = [leaf.detach().to(compute_dtype).requires_grad_() for leaf in leaves]
-            with torch.enable_grad():
+            with torch.enable_grad(), _without_autocast(q_THD):
                 out_BHE = _attend_block(
                     leaves[0],
                     leaves[1],
@@ -82,7 +88,8 @@ class _ReferenceAttention(torch.autograd.Function):
                     ctx.softmax_scale,
                     ctx.softcap,
                 )
-            block_grads = torch.autograd.grad(out_BHE, leaves, dout_THE[block.start : block.end].to(compute_dtype))
+                dout_BHE = dout_THE[block.start : block.end].to(compute_dtype)
+                block_grads = torch.autograd.grad(out_BHE, leaves, dout_BHE)
             dq_THD[block.start : block.end] = block_grads[0]
             _scatter_add(dk_THD, block_grads[1], block)
             _scatter_add(dv_THE, block_grads[2], block)
@@ -116,21 +123,20 @@ def _attend_block(
     dtype = _compute_dtype(q_BHD)
     num_rows, num_heads, head_dim = q_BHD.shape
     num_kv_heads = k_KHD.shape[1]
-    with torch.autocast(q_BHD.device.type, enabled=False):
-        q_HGBD = q_BHD.to(dtype).view(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-        k_H1DK = k_KHD.to(dtype).permute(1, 2, 0)[:, None]
-        v_H1KE = v_KHE.to(dtype).transpose(0, 1)[:, None]
-        scores_HGBK = torch.matmul(q_HGBD, k_H1DK) * softmax_scale
-        if softcap is not None:
-            scores_HGBK = torch.tanh(scores_HGBK / softcap) * softcap
-        scores_HGBK = scores_HGBK.masked_fill(~mask_BK, -torch.inf)
-        if sinks_H is not None:
-            sinks_HGB1 = sinks_H.to(dtype).view(num_kv_heads, -1, 1, 1).expand(*scores_HGBK.shape[:3], 1)
-            # A sink takes its share of the probability and gives no value.
-            probs_HGBK = torch.cat([scores_HGBK, sinks_HGB1], dim=-1).softmax(dim=-1)[..., :-1]
-        else:
-            probs_HGBK = scores_HGBK.softmax(dim=-1)
-        out_HGBE = torch.matmul(probs_HGBK, v_H1KE)
+    q_HGBD = q_BHD.to(dtype).view(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    k_H1DK = k_KHD.to(dtype).permute(1, 2, 0)[:, None]
+    v_H1KE = v_KHE.to(dtype).transpose(0, 1)[:, None]
+    scores_HGBK = torch.matmul(q_HGBD, k_H1DK) * softmax_scale
+    if softcap is not None:
+        scores_HGBK = torch.tanh(scores_HGBK / softcap) * softcap
+    scores_HGBK = scores_HGBK.masked_fill(~mask_BK, -torch.inf)
+    if sinks_H is not None:
+        sinks_HGB1 = sinks_H.to(dtype).view(num_kv_heads, -1, 1, 1).expand(*scores_HGBK.shape[:3], 1)
+        # A sink takes its share of the probability and gives no value.
+        probs_HGBK = torch.cat([scores_HGBK, sinks_HGB1], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        probs_HGBK = scores_HGBK.softmax(dim=-1)
+    out_HGBE = torch.matmul(probs_HGBK, v_H1KE)
     return out_HGBE.permute(2, 0, 1, 3).reshape(num_rows, num_heads, -1)
 
 

@@ -60,10 +60,11 @@ class _FlashAttention(torch.autograd.Function):
         softmax_scale: float,
     ) -> Tensor:
         q_THD, k_THD, v_THD = (_kernel_ready(x) for x in (q_THD, k_THD, v_THD))
-        if q_THD.shape[0] == 0:
+        kernel_state: tuple[Tensor, ...] = ()
+        if q_THD.shape[0] == 0:  # FA2 refuses a batch of no sequences
             out_THD, lse_TH = torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[:2])
         elif isinstance(schedule, VarlenSchedule):
-            out_THD, lse_TH = fa2.forward(q_THD, k_THD, v_THD, schedule, softmax_scale)
+            out_THD, lse_TH, kernel_state = fa2.forward(q_THD, k_THD, v_THD, schedule, softmax_scale)
         else:
             out_THD, lse_TH = cpu.forward(q_THD, k_THD, v_THD, schedule, softmax_scale)
         if sinks_H is not None:
@@ -72,7 +73,7 @@ class _FlashAttention(torch.autograd.Function):
             out_THD = out_THD * torch.exp(lse_TH - with_sink_TH)[..., None]
             lse_TH = with_sink_TH
         out_THD = out_THD.to(q_THD.dtype)
-        ctx.save_for_backward(q_THD, k_THD, v_THD, sinks_H, out_THD, lse_TH)
+        ctx.save_for_backward(q_THD, k_THD, v_THD, sinks_H, out_THD, lse_TH, *kernel_state)
         ctx.schedule, ctx.softmax_scale = schedule, softmax_scale
         return out_THD
 
@@ -81,13 +82,15 @@ class _FlashAttention(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, dout_THD: Tensor
     ) -> tuple[Tensor | None, ...]:
-        q_THD, k_THD, v_THD, sinks_H, out_THD, lse_TH = ctx.saved_tensors
+        q_THD, k_THD, v_THD, sinks_H, out_THD, lse_TH, *kernel_state = ctx.saved_tensors
         dout_THD = _kernel_ready(dout_THD)
         tensors = (dout_THD, q_THD, k_THD, v_THD, out_THD, lse_TH)
         if q_THD.shape[0] == 0:
             dq_THD, dk_THD, dv_THD = (torch.zeros_like(x) for x in (q_THD, k_THD, v_THD))
         elif isinstance(ctx.schedule, VarlenSchedule):
-            dq_THD, dk_THD, dv_THD = fa2.backward(*tensors, ctx.schedule, ctx.softmax_scale)
+            dq_THD, dk_THD, dv_THD = fa2.backward(
+                *tensors, (kernel_state[0], kernel_state[1]), ctx.schedule, ctx.softmax_scale
+            )
         else:
             dq_THD, dk_THD, dv_THD = cpu.backward(*tensors, ctx.schedule, ctx.softmax_scale)
         dsinks_H = None

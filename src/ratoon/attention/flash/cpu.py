@@ -26,7 +26,7 @@ def forward(
         part_BLHD, part_lse_BLH = _call(q_THD, k_THD, v_THD, batch.queries, batch.keys, softmax_scale, is_causal=False)
         out_BLHD, lse_BLH = batch.queries.take(out_THD), batch.queries.take(lse_TH)
         weight_BLH = torch.sigmoid(part_lse_BLH - lse_BLH)
-        batch.queries.store(out_THD, torch.lerp(out_BLHD, part_BLHD.to(dtype), weight_BLH[..., None]))
+        batch.queries.put_back(out_THD, out_BLHD.lerp_(part_BLHD.to(dtype), weight_BLH[..., None]))
         batch.queries.store(lse_TH, torch.logaddexp(lse_BLH, part_lse_BLH))
     return out_THD, lse_TH
 
@@ -63,10 +63,12 @@ def backward(
         for total_THD, grad_BLHD in zip((dq_THD, dk_THD, dv_THD), part_gradients(runs, runs, True), strict=True):
             runs.store(total_THD, grad_BLHD)
     for batch in schedule.ancestors:
-        dq_BLHD, dk_BLHD, dv_BLHD = part_gradients(batch.queries, batch.keys, False)
-        batch.queries.add(dq_THD, dq_BLHD)
-        batch.keys.add(dk_THD, dk_BLHD)
-        batch.keys.add(dv_THD, dv_BLHD)
+        of_queries, of_keys = batch.queries, batch.keys
+        part_grads = part_gradients(of_queries, of_keys, False)
+        for runs, total_THD, grad_BLHD in zip(
+            (of_queries, of_keys, of_keys), (dq_THD, dk_THD, dv_THD), part_grads, strict=True
+        ):
+            runs.put_back(total_THD, runs.take(total_THD).add_(grad_BLHD))
     return dq_THD, dk_THD, dv_THD
 
 

@@ -1,44 +1,37 @@
 """PyTorch's own FlashAttention-2 varlen kernels: one call a level, nothing to install. Half precision, CUDA."""
 
-# Shape letters: T rows, H heads (Hq query, Hkv key and value), D head dim.
+# Shape letters: T rows, L rows of a level, H heads (Hq query, Hkv key and value), D head dim.
 
 import torch
 from torch import Tensor
 
-from ratoon.attention.flash.schedule import Rows, VarlenSchedule
+from ratoon.attention.flash.schedule import Rows, VarlenLevel, VarlenSchedule
 
 _forward = torch.ops.aten._flash_attention_forward
 _backward = torch.ops.aten._flash_attention_backward
 
+DropoutState = tuple[Tensor, Tensor]
+"""What the backward kernel would draw from under dropout, which is never on; it must be given all the same."""
+
 
 def forward(
     q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, schedule: VarlenSchedule, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
-    """-> out [T, Hq, D] (fp32 where levels were merged, else q's dtype) and log-sum-exp [T, Hq] fp32.
+) -> tuple[Tensor, Tensor, DropoutState]:
+    """-> out [T, Hq, D] (fp32 where levels were merged, else q's dtype), log-sum-exp [T, Hq] fp32, state.
 
-    Every row reads itself, and no level has a node without keys, so that no log-sum-exp is infinite.
+    Every row of a level has a key there, so that no log-sum-exp is infinite.
     """
-    cu_seqlens, max_seqlen = schedule.cu_seqlens, schedule.max_seqlen
-    out_THD, lse_HT = _forward(
-        *(q_THD, k_THD, v_THD, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
-        *(0.0, True, False),
-        scale=softmax_scale,
-    )[:2]
-    if schedule.levels:
-        out_THD = out_THD.float()
-    for level in schedule.levels:
-        part_THD, part_lse_HT = _forward(
-            *(_take(q_THD, level.query_rows), _take(k_THD, level.key_rows), _take(v_THD, level.key_rows)),
-            *(level.cu_seqlens_q, level.cu_seqlens_k, level.max_seqlen_q, level.max_seqlen_k),
-            *(0.0, False, False),
-            scale=softmax_scale,
-        )[:2]
+    out_THD, lse_HT, state = _forward_level(q_THD, k_THD, v_THD, schedule.own, softmax_scale, is_causal=True)
+    if schedule.ancestors:
+        out_THD = out_THD.to(lse_HT.dtype)
+    for level in schedule.ancestors:
+        part_LHD, part_lse_HL, _ = _forward_level(q_THD, k_THD, v_THD, level, softmax_scale, is_causal=False)
         rows = level.query_rows
-        level_lse_HT = lse_HT[:, rows]
-        weight_TH1 = torch.sigmoid(part_lse_HT - level_lse_HT).T[..., None]
-        out_THD[rows] = torch.lerp(out_THD[rows], part_THD.float(), weight_TH1)
-        lse_HT[:, rows] = torch.logaddexp(level_lse_HT, part_lse_HT)
-    return out_THD, lse_HT.T
+        lse_HL = lse_HT[:, rows]
+        weight_LH = torch.sigmoid(part_lse_HL - lse_HL).T
+        out_THD[rows] = torch.lerp(out_THD[rows], part_LHD.to(out_THD.dtype), weight_LH[..., None])
+        lse_HT[:, rows] = torch.logaddexp(lse_HL, part_lse_HL)
+    return out_THD, lse_HT.T, state
 
 
 def backward(
@@ -48,6 +41,7 @@ def backward(
     v_THD: Tensor,
     out_THD: Tensor,
     lse_TH: Tensor,
+    state: DropoutState,
     schedule: VarlenSchedule,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,42 +49,53 @@ def backward(
 
     With the merged output and log-sum-exp, each part's kernel sees the probabilities of the whole row.
     """
-    lse_HT = lse_TH.T.contiguous()
-    # The kernels read a random state only under dropout, which is never on.
-    no_dropout_state = torch.empty(2, dtype=torch.uint64, device=q_THD.device)
-    no_offset = torch.empty(0, dtype=torch.uint64, device=q_THD.device)
-    cu_seqlens, max_seqlen = schedule.cu_seqlens, schedule.max_seqlen
-    dq_THD, dk_THD, dv_THD = _backward(
-        *(dout_THD, q_THD, k_THD, v_THD, out_THD, lse_HT),
-        *(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
-        *(0.0, True, no_dropout_state, no_offset),
-        scale=softmax_scale,
-    )
-    if schedule.levels:
-        # A row adds one part a level; a key adds two parts at most, whatever the depth.
-        dq_THD = dq_THD.float()
-    for level in schedule.levels:
+    lse_HT = lse_TH.T
+
+    def level_gradients(level: VarlenLevel, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
         rows, key_rows = level.query_rows, level.key_rows
-        dq_part_THD, dk_part_THD, dv_part_THD = _backward(
+        return _backward(
             *(_take(dout_THD, rows), _take(q_THD, rows), _take(k_THD, key_rows), _take(v_THD, key_rows)),
             *(_take(out_THD, rows), lse_HT[:, rows].contiguous()),
             *(level.cu_seqlens_q, level.cu_seqlens_k, level.max_seqlen_q, level.max_seqlen_k),
-            *(0.0, False, no_dropout_state, no_offset),
+            *(0.0, is_causal, *state),
             scale=softmax_scale,
         )
-        _add(dq_THD, rows, dq_part_THD)
-        _add(dk_THD, key_rows, dk_part_THD)
-        _add(dv_THD, key_rows, dv_part_THD)
+
+    dq_THD, dk_THD, dv_THD = level_gradients(schedule.own, is_causal=True)
+    if schedule.ancestors:
+        # A row adds one part a level; a key adds two parts at most, whatever the depth.
+        dq_THD = dq_THD.to(lse_HT.dtype)
+    for level in schedule.ancestors:
+        dq_LHD, dk_LHD, dv_LHD = level_gradients(level, is_causal=False)
+        _add(dq_THD, level.query_rows, dq_LHD)
+        _add(dk_THD, level.key_rows, dk_LHD)
+        _add(dv_THD, level.key_rows, dv_LHD)
     return dq_THD, dk_THD, dv_THD
 
 
-def _take(tensor_THD: Tensor, rows: Rows) -> Tensor:
+def _forward_level(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, level: VarlenLevel, softmax_scale: float, *, is_causal: bool
+) -> tuple[Tensor, Tensor, DropoutState]:
+    """-> [L, Hq, D], [Hq, L], state."""
+    out_LHD, lse_HL, rng_state, unused, _ = _forward(
+        *(_take(q_THD, level.query_rows), _take(k_THD, level.key_rows), _take(v_THD, level.key_rows)),
+        *(level.cu_seqlens_q, level.cu_seqlens_k, level.max_seqlen_q, level.max_seqlen_k),
+        *(0.0, is_causal, False),
+        scale=softmax_scale,
+    )
+    assert lse_HL.shape == (out_LHD.shape[1], out_LHD.shape[0]), (
+        f"this torch lays the log-sum-exp out as {tuple(lse_HL.shape)}, not [heads, rows]"
+    )
+    return out_LHD, lse_HL, (rng_state, unused)
+
+
+def _take(tensor: Tensor, rows: Rows) -> Tensor:
     """A view of contiguous rows, a copy of others."""
-    return tensor_THD[rows] if isinstance(rows, slice) else tensor_THD.index_select(0, rows)
+    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
 
 
-def _add(total_THD: Tensor, rows: Rows, part_THD: Tensor) -> None:
+def _add(total: Tensor, rows: Rows, part: Tensor) -> None:
     if isinstance(rows, slice):
-        total_THD[rows] += part_THD
-    else:  # each row at most once: the order of the atomic adds cannot matter
-        total_THD.index_add_(0, rows, part_THD.to(total_THD.dtype))
+        total[rows] += part
+    else:  # each row is there once, so the order of the adds cannot matter
+        total.index_add_(0, rows, part.to(total.dtype))

@@ -39,8 +39,8 @@ class EvenRuns:
         """Writes value [B, L, ...] to the rows."""
         self.take(tensor).copy_(value)
 
-    def add(self, tensor: Tensor, value: Tensor) -> None:
-        self.take(tensor).add_(value)
+    def put_back(self, tensor: Tensor, taken: Tensor) -> None:
+        """Nothing to do: what was taken is the tensor's own memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,9 @@ class GatheredRuns:
         """Writes value [B, L, ...] to the rows."""
         tensor[self.index_BL] = value.to(tensor.dtype)
 
-    def add(self, tensor: Tensor, value: Tensor) -> None:
-        tensor[self.index_BL] += value
+    def put_back(self, tensor: Tensor, taken: Tensor) -> None:
+        """After what `take` gave was changed in place."""
+        tensor[self.index_BL] = taken
 
 
 Runs = EvenRuns | GatheredRuns
@@ -89,13 +90,13 @@ Rows = slice | Tensor
 
 @dataclass(frozen=True, slots=True)
 class VarlenLevel:
-    """One varlen call: the descendants of every node of one depth, with that node's rows."""
+    """One varlen call: runs of rows, each with the keys of one segment."""
 
     query_rows: Rows
     key_rows: Rows
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    """[nodes + 1] int32 on the device, into the level's rows. No node is without queries or keys."""
+    """[runs + 1] int32 on the device, into the level's rows. No run is without queries or keys."""
 
     max_seqlen_q: int
     max_seqlen_k: int
@@ -105,34 +106,36 @@ class VarlenLevel:
 class VarlenSchedule:
     """One call a level, whatever the number of groups and nodes."""
 
-    cu_seqlens: Tensor
-    """[S + 1] int32 on the device. Every segment, causal with itself."""
+    own: VarlenLevel
+    """Every segment, causal with itself."""
 
-    max_seqlen: int
-    levels: tuple[VarlenLevel, ...]
+    ancestors: tuple[VarlenLevel, ...]
+    """For each depth of a node that has descendants: these, with all keys of the node."""
 
 
 def build_varlen_schedule(layout: PackedLayout, device: torch.device) -> VarlenSchedule:
-    lengths_S = np.diff(layout.segment_offsets)
-    levels: list[VarlenLevel] = []
-    for nodes in _nodes_with_descendants(layout):
-        ends = layout.segment_offsets[nodes + 1]
-        subtree_ends = layout.expiry_T[layout.segment_offsets[nodes]]
-        num_queries, num_keys = subtree_ends - ends, lengths_S[nodes]
-        levels.append(
-            VarlenLevel(
-                query_rows=_rows(ends, num_queries, device),
-                key_rows=_rows(layout.segment_offsets[nodes], num_keys, device),
-                cu_seqlens_q=_cu_seqlens(num_queries, device),
-                cu_seqlens_k=_cu_seqlens(num_keys, device),
-                max_seqlen_q=int(num_queries.max()),
-                max_seqlen_k=int(num_keys.max()),
-            )
+    starts_S, ends_S = layout.segment_offsets[:-1], layout.segment_offsets[1:]
+    lengths_S = ends_S - starts_S
+    subtree_ends_S = layout.expiry_T[starts_S]
+
+    def level(
+        query_starts: NDArray[np.int32], num_queries: NDArray[np.int32], nodes: slice | NDArray[np.int64]
+    ) -> VarlenLevel:
+        return VarlenLevel(
+            query_rows=_rows(query_starts, num_queries, device),
+            key_rows=_rows(starts_S[nodes], lengths_S[nodes], device),
+            cu_seqlens_q=_cu_seqlens(num_queries, device),
+            cu_seqlens_k=_cu_seqlens(lengths_S[nodes], device),
+            max_seqlen_q=int(num_queries.max(initial=0)),
+            max_seqlen_k=int(lengths_S[nodes].max(initial=0)),
         )
+
     return VarlenSchedule(
-        cu_seqlens=_cu_seqlens(lengths_S, device),
-        max_seqlen=int(lengths_S.max(initial=0)),
-        levels=tuple(levels),
+        own=level(starts_S, lengths_S, slice(None)),
+        ancestors=tuple(
+            level(ends_S[nodes], subtree_ends_S[nodes] - ends_S[nodes], nodes)
+            for nodes in _nodes_with_descendants(layout)
+        ),
     )
 
 
@@ -210,9 +213,10 @@ def _even_spans(starts: Sequence[list[int]]) -> list[tuple[int, int]]:
 
 
 def _rows(starts: NDArray[np.int32], lengths: NDArray[np.int32], device: torch.device) -> Rows:
-    """The rows of consecutive runs."""
+    """The rows of runs in ascending order."""
     if (starts[1:] == starts[:-1] + lengths[:-1]).all():
-        return slice(int(starts[0]), int(starts[-1] + lengths[-1]))
+        first = int(starts[0]) if starts.size else 0
+        return slice(first, first + int(lengths.sum()))
     shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
     return torch.tensor(np.arange(shift.size) + shift, device=device)
 
