@@ -10,7 +10,7 @@ from ratoon.data import generators
 from ratoon.rewards.checks import checked_reward
 from ratoon.rewards.config import EXACT_MATCH, REASONING_GYM, Extract
 from ratoon.rewards.extraction import extract_answer, number_value
-from ratoon.rewards.time_limit import TimeLimitExceeded, call_within
+from ratoon.rewards.time_limit import TimeLimitError, call_within
 from ratoon.types.errors import UserError
 from ratoon.types.rollouts import Prompt, Response
 
@@ -46,7 +46,7 @@ class ScoreEach:
         where = f"{self!r} of prompt {prompt.id!r}, response {index},"
         try:
             value = call_within(self._timeout_s, lambda: self._scorer(prompt, response), name=f"score {prompt.id}")
-        except TimeLimitExceeded:
+        except TimeLimitError:
             raise UserError(
                 f"{where} did not return within reward.timeout_s = {self._timeout_s:g} s; "
                 f"raise the limit, or mend the function for this response: {response.text[:200]!r}"
@@ -144,6 +144,6 @@ def _origin(prompt: Prompt) -> tuple[str, Mapping[str, Any]]:
             return name, {}
     raise UserError(
         f'reward.function "{REASONING_GYM}" scores what data.source "reasoning-gym:NAME" generates, but prompt '
-        f"{prompt.id!r} has no {generators.GENERATOR_KEY!r} and {generators.OPTIONS_KEY!r}, nor metadata with a 'source_dataset'; "
-        "use another reward.function for this data"
+        f"{prompt.id!r} has no {generators.GENERATOR_KEY!r} and {generators.OPTIONS_KEY!r}, nor metadata "
+        "with a 'source_dataset'; use another reward.function for this data"
     )

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 
-class TimeLimitExceeded(Exception):
+class TimeLimitError(Exception):
     """The call was given up."""
 
 
 def call_within(timeout_s: float, function: Callable[[], Any], *, name: str) -> Any:
-    """`function()`, or TimeLimitExceeded once `timeout_s` have passed; what it raises is raised here.
+    """`function()`, or TimeLimitError once `timeout_s` have passed; what it raises is raised here.
 
     The call runs on a daemon thread, since a wait can be given up and a call cannot: one that never returns goes
     on until the process ends, and one that holds the interpreter in C code for ever also holds this function.
@@ -20,7 +20,7 @@ def call_within(timeout_s: float, function: Callable[[], Any], *, name: str) -> 
     thread.start()
     thread.join(timeout_s)
     if not outcome.is_done:
-        raise TimeLimitExceeded
+        raise TimeLimitError
     if outcome.error is not None:
         raise outcome.error
     return outcome.value

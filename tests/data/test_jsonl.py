@@ -1,0 +1,132 @@
+"""Files as people have them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ratoon.data.jsonl import read_jsonl
+from ratoon.data.rows import SourceRow
+from ratoon.types import UserError
+
+
+def read(path: Path, answer_column: str = "answer") -> list[SourceRow]:
+    return read_jsonl(path, prompt_column="prompt", answer_column=answer_column)
+
+
+def test_rows_carry_line_numbers_answers_and_other_columns(tmp_path: Path):
+    path = tmp_path / "sums.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"prompt": "1+1=", "answer": 2, "level": 1}\r\n'
+        b"\n"
+        b'  {"prompt": "caf\xc3\xa9\xe2\x80\xa8?", "answer": "oui", "tags": ["a"]}'
+    )
+    first, second = read(path)
+    assert (first.id, first.prompt, first.answer, first.metadata) == ("sums.jsonl:1", "1+1=", "2", {"level": 1})
+    assert (second.id, second.prompt, second.answer) == ("sums.jsonl:3", "café\u2028?", "oui")
+    assert second.metadata == {"tags": ["a"]}
+
+
+GOOD = b'{"prompt": "a", "answer": "b"}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        (b'{"prompt": "a", "answer": }', ["line 2", "column 27", "broken JSON"]),
+        (b'{"prompt": "a", "ans', ["line 2", "broken JSON"]),
+        (b'{"prompt": "a", "answer": "b"} {"prompt": "c"}', ["line 2", "Extra data", "one whole JSON object"]),
+        (b'["a", "b"]', ["line 2", "JSON array", "object is needed"]),
+        (b"null", ["line 2", "JSON null"]),
+        (b'"text"', ["line 2", "JSON string"]),
+        ("é".encode("latin-1"), ["line 2", "not UTF-8", "0xe9", "save the file as UTF-8"]),
+        (b'{"prompt": "caf\xe9", "answer": "b"}', ["line 2", "not UTF-8", "position 15"]),
+        (b"\x00\x01", ["line 2", "broken JSON"]),
+        (
+            b'{"question": "a", "answer": "b"}',
+            ["line 2", 'no column "prompt"', "answer, question", "data.prompt_column"],
+        ),
+        (b"{}", ["line 2", "its columns are none"]),
+        (b'{"prompt": "a", "reply": "b"}', ["line 2", 'no column "answer"', "prompt, reply", 'or to ""']),
+        (b'{"prompt": "", "answer": "b"}', ["rows.jsonl:2", "prompt is empty"]),
+        (b'{"prompt": " \\t\\n", "answer": "b"}', ["rows.jsonl:2", "prompt is empty"]),
+        (b'{"prompt": 3, "answer": "b"}', ["line 2", '"prompt" must be text', "JSON number"]),
+        (b'{"prompt": null, "answer": "b"}', ["line 2", '"prompt" must be text', "JSON null"]),
+        (b'{"prompt": [{"role": "user"}], "answer": "b"}', ["line 2", "JSON array"]),
+        (b'{"prompt": "a", "answer": null}', ["line 2", '"answer" must be text', "JSON null", 'answer_column = ""']),
+        (b'{"prompt": "a", "answer": true}', ["line 2", "JSON boolean"]),
+        (b'{"prompt": "a", "answer": {"x": 1}}', ["line 2", "JSON object"]),
+        (b'{"prompt": "a", "answer": NaN}', ["line 2", "NaN is not a JSON number"]),
+        (b'{"prompt": "a", "answer": ' + b"9" * 5000 + b"}", ["line 2", "not readable as JSON"]),
+        (b'{"prompt": "a", "answer": ' + b"[" * 200_000, ["line 2", "JSON"]),
+        (b'{"prompt": "a\\ud83d", "answer": "b"}', ["rows.jsonl:2", "surrogate", "prompt"]),
+        (b'{"prompt": "a", "answer": "\\ud83d"}', ["rows.jsonl:2", "surrogate", "answer"]),
+        (b'{"prompt": "a", "answer": "b", "note": "\\udc00"}', ["line 2", "surrogate", "'note'"]),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, line: bytes, wanted: list[str]):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD + line + b"\n" + GOOD)
+    with pytest.raises(UserError) as caught:
+        read(path)
+    for part in ("rows.jsonl", *wanted):
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value), "one paragraph"
+
+
+def test_utf16_is_named_as_a_wrong_encoding(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n', encoding="utf-16")
+    with pytest.raises(UserError, match="line 1: not UTF-8"):
+        read(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n  \n", b"\xef\xbb\xbf"])
+def test_a_file_without_rows_is_refused(tmp_path: Path, content: bytes):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="has no rows"):
+        read(path)
+
+
+def test_a_missing_file_names_its_neighbours(tmp_path: Path):
+    (tmp_path / "train.jsonl").write_bytes(GOOD)
+    with pytest.raises(UserError, match=r"trian\.jsonl does not exist; .* has train\.jsonl"):
+        read(tmp_path / "trian.jsonl")
+    with pytest.raises(UserError, match="nor does the folder"):
+        read(tmp_path / "nowhere" / "train.jsonl")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"no \.jsonl file"):
+        read(tmp_path / "empty" / "train.jsonl")
+
+
+def test_a_folder_is_not_a_file(tmp_path: Path):
+    (tmp_path / "d.jsonl").mkdir()
+    with pytest.raises(UserError, match="is a folder"):
+        read(tmp_path / "d.jsonl")
+
+
+def test_data_without_answers(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n')
+    assert [row.answer for row in read(path, answer_column="")] == [None]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.text(st.characters(codec="utf-8"), max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(lines=st.lists(st.binary(max_size=30) | JSON.map(lambda value: json.dumps(value).encode()), max_size=4))
+def test_any_bytes_are_rows_or_a_named_error(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]):
+    path = tmp_path_factory.mktemp("any") / "any.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    try:
+        rows, message = read(path), ""
+    except UserError as error:
+        rows, message = [], str(error)
+    assert "any.jsonl" in message or (rows and all(row.prompt.strip() for row in rows))
