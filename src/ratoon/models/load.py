@@ -14,6 +14,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from transformers.initialization import no_init_weights
+
 from ratoon.models.attachment import attach
 from ratoon.models.config import Dtype, Recompute
 from ratoon.models.model_files import read_json, resolve_model_path
@@ -53,7 +55,7 @@ def load_policy(
     model = _load_weights(folder, config, DTYPES[dtype], gguf_file, trust_remote_code)
     if gguf_file is not None:
         model = _without_quantization(model)
-    model = model.to(torch.device(device))
+    model.to(device=torch.device(device))
     if rope_positions is not None:
         fix_rope(model, rope_positions)
     return set_recompute(attach(model, impl), recompute)
@@ -114,7 +116,7 @@ def _load_weights(
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
-            config=None if gguf_file else config,
+            config=config,
             dtype=dtype,
             local_files_only=True,
             trust_remote_code=trust_remote_code,
@@ -139,9 +141,10 @@ def _load_weights(
 def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights in a model that transformers does not count as quantised, so that it can be saved."""
     config = model.config
-    if "quantization_config" in vars(config):
-        del config.quantization_config
-    plain = type(model)(config).to(model.dtype)
+    vars(config).pop("quantization_config", None)
+    with no_init_weights():  # neither time nor random numbers for weights that are replaced
+        plain = type(model)(config).to(dtype=model.dtype)
+    plain.tie_weights()
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
     return plain.eval()
