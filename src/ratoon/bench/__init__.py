@@ -1,0 +1,1 @@
+"""Measurements of our parts beside their peers, in one process, with a correctness check first."""

@@ -1,0 +1,1 @@
+"""The `ratoon` command."""

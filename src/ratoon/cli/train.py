@@ -1,0 +1,25 @@
+"""`ratoon train`."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ratoon.config import load_recipe
+
+
+def train(recipe_path: Path, overrides: Sequence[str], *, fresh: bool) -> int:
+    """Reads the recipe, then trains. Returns the exit status."""
+    recipe = load_recipe(recipe_path, overrides)
+    # After the recipe is known to be good: this import takes seconds.
+    from ratoon.loop.run import RunFailedError, train
+
+    command = shlex.join(["ratoon", "train", str(recipe_path), *overrides])
+    try:
+        return train(recipe, recipe_dir=recipe_path.resolve().parent, command=command, fresh=fresh)
+    except RunFailedError as error:
+        print(f"ratoon train: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("ratoon train: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130

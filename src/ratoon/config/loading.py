@@ -1,0 +1,190 @@
+"""TOML file and command-line overrides to a checked recipe, and back."""
+
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from ratoon.config.recipe import Recipe
+from ratoon.types.errors import UserError
+
+Table = dict[str, Any]
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in `path` with `overrides` (`--a.b=v` or `--a.b v`) laid over it.
+
+    Raises UserError, naming file, key, value got and values allowed, for anything wrong.
+    """
+    table = _read_table(path)
+    for key, value in parse_overrides(overrides):
+        _set(table, key, value)
+    try:
+        return Recipe.model_validate(_lists_to_tuples(table), strict=True)
+    except ValidationError as error:
+        raise UserError(f"{path}: " + " ".join(_sentences(error))) from None
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as TOML. Keys that are not set (None) are left out."""
+    return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
+
+
+def changed_keys(before: Recipe, after: Recipe) -> tuple[str, ...]:
+    """Dotted keys in which two recipes differ."""
+    left, right = dict(_flatten(before.model_dump())), dict(_flatten(after.model_dump()))
+    return tuple(key for key in sorted(left.keys() | right.keys()) if left.get(key) != right.get(key))
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, Any]]:
+    """`["--a.b=1", "--c", "x"]` -> `[("a.b", 1), ("c", "x")]`. Values are TOML, or else strings."""
+    pairs: list[tuple[str, Any]] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        key, equals, text = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or not key:
+            raise UserError(f"override {argument!r} is not of the form --section.key=value")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise UserError(f"override {argument!r} has no value; write {argument}=VALUE")
+            text = rest.pop(0)
+        pairs.append((key, _toml_value(text)))
+    return pairs
+
+
+def _read_table(path: Path) -> Table:
+    try:
+        text = path.read_bytes().decode()
+    except FileNotFoundError:
+        raise UserError(
+            f"{path}: no such recipe file; give the path of a TOML file such as recipes/quickstart.toml"
+        ) from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder; give the path of a TOML file in it") from None
+    except (PermissionError, OSError) as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); a recipe is a TOML file") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _set(table: Table, key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        inner = table.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"override --{key}={value}: {section} is a value, not a section")
+        table = typing.cast(Table, inner)
+    table[last] = value
+
+
+def _lists_to_tuples(value: Any) -> Any:
+    """TOML arrays as the tuples that frozen configs hold."""
+    if isinstance(value, dict):
+        return {key: _lists_to_tuples(inner) for key, inner in typing.cast(Table, value).items()}
+    if isinstance(value, list):
+        return tuple(_lists_to_tuples(inner) for inner in typing.cast(list[Any], value))
+    return value
+
+
+def _flatten(table: Table, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(typing.cast(Table, value), f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _sentences(error: ValidationError) -> Iterator[str]:
+    details = error.errors()
+    for detail in details[:5]:
+        yield _sentence(detail)
+    if len(details) > 5:
+        yield f"({len(details) - 5} more.)"
+
+
+def _sentence(detail: ErrorDetails) -> str:
+    location = [part for part in detail["loc"] if isinstance(part, str)]
+    key = ".".join(location)
+    got = _shown(detail["input"])
+    section, name = _section_of(location[:-1]), location[-1] if location else ""
+    if detail["type"] == "extra_forbidden":
+        allowed = sorted(section.model_fields) if section else []
+        close = difflib.get_close_matches(name, allowed, n=1)
+        meant = f" Did you mean {close[0]}?" if close else ""
+        where = f"[{'.'.join(location[:-1])}]" if location[1:] else "a recipe"
+        return f"{key} = {got} is not a key of {where}.{meant} Allowed: {', '.join(allowed)}."
+    if detail["type"] == "missing":
+        described = section.model_fields[name].description if section and name in section.model_fields else None
+        return f"{key} is missing and has no default." + (f" It is: {described}" if described else "")
+    if detail["type"] == "value_error":
+        return f"{key} = {got}: {_reason(detail)}." if key else f"{_reason(detail)}."
+    allowed = _allowed_values(section, name)
+    return f"{key} = {got}: {_reason(detail)}." + (f" Allowed: {allowed}." if allowed else "")
+
+
+def _reason(detail: ErrorDetails) -> str:
+    reason = detail["msg"].removeprefix("Value error, ")
+    return (reason[0].lower() + reason[1:] if reason.startswith("Input should") else reason).rstrip(".")
+
+
+def _shown(value: Any) -> str:
+    text = repr(list(typing.cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _section_of(location: Sequence[str]) -> type[BaseModel] | None:
+    """The config class at a dotted place of the recipe."""
+    section: type[BaseModel] = Recipe
+    for name in location:
+        if name not in section.model_fields:
+            return None
+        annotation = section.model_fields[name].annotation
+        candidates = [annotation, *get_args(annotation)]
+        models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not models:
+            return None
+        section = models[0]
+    return section
+
+
+def _allowed_values(section: type[BaseModel] | None, name: str) -> str:
+    """What a field takes, in words."""
+    if section is None or name not in section.model_fields:
+        return ""
+    field = section.model_fields[name]
+    bounds = [str(bound) for bound in field.metadata if "=" in str(bound)]
+    words = _type_in_words(field.annotation)
+    return words + (f" with {', '.join(bounds)}" if bounds else "")
+
+
+def _type_in_words(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return ", ".join(repr(value) for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type_in_words(argument) for argument in arguments if argument is not type(None))
+    if origin is tuple:
+        return f"a list of {_type_in_words(arguments[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "a table with " + ", ".join(annotation.model_fields)
+    plain: dict[Any, str] = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+    return plain.get(annotation, "")

@@ -1,0 +1,50 @@
+"""The stages between a list of prompts and the updates made from them."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ratoon.algorithms import AlgorithmConfig, grpo_advantages
+from ratoon.planner import CostModel, plan_step
+from ratoon.rollout import RolloutEngine
+from ratoon.trainer import Update
+from ratoon.types.rollouts import Prompt, RolloutGroup
+from ratoon.types.sampling import SamplingParams
+
+
+async def generate_groups(
+    engine: RolloutEngine, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, step: int
+) -> tuple[RolloutGroup, ...]:
+    """One group for each prompt, in their order. Waits for the slowest; the first error cancels the others."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(
+                engine.generate(prompt, group_size=group_size, sampling=sampling, step=step),
+                name=f"generate {prompt.id}",
+            )
+            for prompt in prompts
+        ]
+    return tuple(task.result() for task in running)
+
+
+def attach_advantages(group: RolloutGroup, algorithm: AlgorithmConfig) -> RolloutGroup:
+    """The scored group with the advantage of each response over its siblings."""
+    assert group.rewards_N is not None, "a group needs rewards before advantages"
+    return replace(group, advantages_N=grpo_advantages(group.rewards_N, normalize_by_std=algorithm.normalize_by_std))
+
+
+def plan_updates(
+    groups: Sequence[RolloutGroup], *, num_updates: int, num_ranks: int, max_rows_per_microbatch: int, cost: CostModel
+) -> tuple[Update, ...]:
+    """The groups dealt to `num_updates` optimizer updates, each planned over all ranks.
+
+    Group i goes to update i mod num_updates, so that updates differ by at most one group.
+    """
+    slices = [tuple(groups[first::num_updates]) for first in range(num_updates)]
+    return tuple(
+        Update(
+            groups=chosen,
+            plan=plan_step(chosen, num_ranks=num_ranks, max_rows_per_microbatch=max_rows_per_microbatch, cost=cost),
+        )
+        for chosen in slices
+    )

@@ -1,0 +1,234 @@
+"""The synchronous loop: generate, score, compare, plan, update, publish; one policy version a step."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from ratoon.config.recipe import Recipe
+from ratoon.data import PromptStream, StreamState, supervised_examples
+from ratoon.distributed import DataParallel
+from ratoon.loop.diagnosis import StepDiagnosis
+from ratoon.loop.evaluation import Evaluation, evaluate
+from ratoon.loop.inputs import Inputs
+from ratoon.loop.run_folder import RunFolder
+from ratoon.loop.stages import attach_advantages, generate_groups, plan_updates
+from ratoon.metrics import MetricsLog
+from ratoon.models import model_shape
+from ratoon.planner import CostModel
+from ratoon.rewards import score
+from ratoon.rollout import RolloutEngine
+from ratoon.trainer import MasterOptimizer, StepResult, Trainer, TrainerConfig, Update
+from ratoon.trainer.checkpoint import load_checkpoint, save_checkpoint
+from ratoon.trainer.model_folder import model_file_bytes, save_model
+from ratoon.trainer.optimizer import learning_rate_at, scheduled_rate
+from ratoon.trainer.rollout_table import write_rollouts
+from ratoon.types.rollouts import RolloutGroup
+from ratoon.view import RunView, StepReport
+from ratoon.weight_sync import publish
+
+_ASSUMED_FLOPS_PER_S = {"cpu": 5e10, "cuda": 4e14}
+"""Of one rank, for the planner, whose choices depend on proportions only."""
+
+
+class SynchronousRun:
+    """One run in one process. Every method leaves the run where `save` can be called."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        inputs: Inputs,
+        model: PreTrainedModel,
+        engine: RolloutEngine,
+        *,
+        folder: RunFolder,
+        metrics: MetricsLog,
+        view: RunView,
+        data_parallel: DataParallel,
+    ) -> None:
+        self.recipe = recipe
+        self.inputs = inputs
+        self.model = model
+        self.engine = engine
+        self.folder = folder
+        self.metrics = metrics
+        self.view = view
+        self.data_parallel = data_parallel
+        self.prompts = PromptStream(inputs.prompts.train, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
+        self.cost = CostModel.from_shape(model_shape(model.config), flops_per_s=_ASSUMED_FLOPS_PER_S[model.device.type])
+        self.trainer = self._trainer(recipe.trainer)
+        self.num_steps_done = 0
+        self.is_stopping = False
+        """Set to end the run after the step in progress."""
+
+    async def restore(self, checkpoint: Path) -> None:
+        """Goes on from a checkpoint whose weights the model already holds."""
+        saved = load_checkpoint(checkpoint)
+        self.trainer.optimizer.load_state_dict(saved.state["optimizer"])
+        torch.set_rng_state(saved.state["torch_rng"])
+        self.prompts.restore(StreamState(**saved.position["prompts"]))
+        self.num_steps_done = saved.step
+        self.metrics.truncate_after(saved.step)
+        await self._publish()
+
+    def warm_start(self) -> None:
+        """The supervised stage: cross-entropy on the data's answers, with an optimizer of its own."""
+        sft = self.recipe.sft
+        assert sft is not None, "the recipe has no [sft] stage"
+        trainer = self._trainer(self.recipe.trainer)
+        examples = PromptStream(self.inputs.prompts.train, seed=self.recipe.run.seed, shuffle=True)
+        for step in range(sft.num_steps):
+            started = time.perf_counter()
+            with self._phase("sft"):
+                groups = supervised_examples(
+                    examples.take(sft.prompts_per_step), self.inputs.tokenizer, eos_token_id=self.inputs.eos_token_id
+                )
+                (update,) = self._plan(groups, num_updates=1)
+                rate = scheduled_rate(
+                    step,
+                    peak=sft.learning_rate,
+                    schedule="linear",
+                    warmup_steps=sft.warmup_steps,
+                    num_steps=sft.num_steps,
+                    final_fraction=0.1,
+                )
+                loss = trainer.supervised_step(update, learning_rate=rate)
+            seconds = time.perf_counter() - started
+            self.metrics.log(step + 1, "sft", loss=loss, learning_rate=rate, step_s=seconds)
+            if (step + 1) % max(sft.num_steps // 5, 1) == 0 or step + 1 == sft.num_steps:
+                self.view.step(
+                    StepReport(stage="sft", step=step + 1, num_steps=sft.num_steps, seconds=seconds, loss=loss)
+                )
+
+    async def train(self) -> None:
+        """Steps until the run is complete or told to stop."""
+        recipe, rollout = self.recipe, self.recipe.rollout
+        sampling = rollout.sampling_params(recipe.run.seed)
+        for step in range(self.num_steps_done, recipe.trainer.num_steps):
+            started = time.perf_counter()
+            with self._phase("generate"):
+                prompts = self.prompts.take(rollout.prompts_per_step)
+                groups = await generate_groups(
+                    self.engine, prompts, group_size=rollout.group_size, sampling=sampling, step=step
+                )
+            with self._phase("reward"):
+                groups = [score(group, self.inputs.reward_fn) for group in groups]
+                groups = [attach_advantages(group, recipe.algorithm) for group in groups]
+            with self._phase("plan"):
+                updates = self._plan(groups, num_updates=recipe.algorithm.num_minibatches)
+            with self._phase("update"):
+                result = self.trainer.step(updates, learning_rate=learning_rate_at(step, recipe.trainer))
+            self.num_steps_done = step + 1
+            with self._phase("publish"):
+                await self._publish()
+            self._report(groups, result, seconds=time.perf_counter() - started)
+            await self._after_step()
+            if self.is_stopping:
+                break
+
+    async def evaluate(self) -> Evaluation | None:
+        """The held-out reward now, once for each step: a resumed run does not repeat it."""
+        if self.metrics.find("evaluate", self.num_steps_done) is not None:
+            return None
+        with self._phase("evaluate"):
+            found = await evaluate(self.engine, self.inputs, self.recipe)
+        if found is not None:
+            self.metrics.log(self.num_steps_done, "evaluate", **asdict(found))
+            self.view.say(
+                f"held-out reward after {self.num_steps_done} steps: {found.reward_mean:.3f} "
+                f"± {found.reward_standard_error:.3f} ({found.num_responses} responses)"
+            )
+        return found
+
+    def save(self) -> None:
+        """A checkpoint of this step, complete or absent."""
+        with self._phase("checkpoint"):
+            save_checkpoint(
+                self.folder.checkpoints,
+                self.num_steps_done,
+                model_writer=partial(save_model, self.model, self.inputs.tokenizer),
+                model_bytes=model_file_bytes(self.model),
+                state={"optimizer": self.trainer.optimizer.state_dict(), "torch_rng": torch.get_rng_state()},
+                position={"prompts": asdict(self.prompts.state())},
+                keep_last=self.recipe.trainer.keep_checkpoints,
+            )
+
+    async def _after_step(self) -> None:
+        config, every = self.recipe.trainer, self.recipe.evaluation.every_steps
+        is_last = self.num_steps_done == config.num_steps
+        if not is_last and every is not None and self.num_steps_done % every == 0:
+            await self.evaluate()
+        if is_last or self.is_stopping or self.num_steps_done % config.checkpoint_every_steps == 0:
+            self.save()
+
+    def _trainer(self, config: TrainerConfig) -> Trainer:
+        optimizer = MasterOptimizer(
+            self.model.parameters(),
+            learning_rate=config.learning_rate,
+            weight_decay=config.weight_decay,
+            betas=config.betas,
+        )
+        return Trainer(
+            self.model,
+            optimizer,
+            algorithm=self.recipe.algorithm,
+            temperature=self.recipe.rollout.temperature,
+            max_grad_norm=config.max_grad_norm,
+            data_parallel=self.data_parallel,
+        )
+
+    def _plan(self, groups: Sequence[RolloutGroup], *, num_updates: int) -> tuple[Update, ...]:
+        return plan_updates(
+            groups,
+            num_updates=num_updates,
+            num_ranks=self.data_parallel.world_size,
+            max_rows_per_microbatch=self.recipe.planner.max_rows_per_microbatch,
+            cost=self.cost,
+        )
+
+    async def _publish(self) -> None:
+        weights = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+        await publish(weights, self.num_steps_done, [self.engine], timeout_s=self.recipe.rollout.timeout_s)
+
+    def _report(self, groups: list[RolloutGroup], result: StepResult, *, seconds: float) -> None:
+        """The step in metrics.jsonl, in rollouts/, and before the user's eyes."""
+        diagnosis = StepDiagnosis.of(groups, policy_version=self.num_steps_done - 1)
+        num_generated = sum(sum(group.response_lengths) for group in groups)
+        self.metrics.log(
+            self.num_steps_done,
+            "train",
+            **asdict(diagnosis),
+            **asdict(result),
+            dedup_ratio=result.dedup_ratio,
+            num_generated_tokens=num_generated,
+            logical_tokens_per_s=result.num_logical_tokens / result.update_s,
+            computed_tokens_per_s=result.num_rows / result.update_s,
+            step_s=seconds,
+        )
+        write_rollouts(self.folder.rollouts, self.num_steps_done, groups)
+        self.view.step(
+            StepReport(
+                stage=self.recipe.algorithm.name,
+                step=self.num_steps_done,
+                num_steps=self.recipe.trainer.num_steps,
+                seconds=seconds,
+                reward_mean=diagnosis.reward_mean,
+                loss=result.loss,
+                tokens_per_s=result.num_logical_tokens / seconds,
+                computed_tokens_per_s=result.num_rows / seconds,
+                dedup_ratio=result.dedup_ratio,
+            )
+        )
+        for warning in diagnosis.warnings():
+            self.view.warn(warning)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self.view.phase(name)
+        with self.metrics.span(name):
+            yield

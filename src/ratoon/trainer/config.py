@@ -1,0 +1,59 @@
+"""What the trainer may be told."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TrainerConfig(BaseModel):
+    """Length of the run, optimizer, schedule and checkpoints."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    num_steps: int = Field(default=100, ge=0)
+    """Steps of the run: one rollout of `rollout.prompts_per_step` prompts and the updates made from it."""
+
+    learning_rate: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
+    """AdamW's peak learning rate."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls, from the end of the warm-up to `num_steps`."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises from 0."""
+
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """AdamW's decoupled decay, applied to matrices only."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients with a larger global 2-norm are scaled down to it; inf never clips."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model trains and samples; auto takes a CUDA device if there is one."""
+
+    checkpoint_every_steps: int = Field(default=50, ge=1)
+    """A checkpoint is written after every so many steps, and after the last."""
+
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """The newest so many checkpoints are kept."""
+
+
+class SftConfig(BaseModel):
+    """A supervised warm start on the data's own answers, before any rollout."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    num_steps: int = Field(default=100, ge=1)
+    """Optimizer updates."""
+
+    prompts_per_step: int = Field(default=32, ge=1)
+    """Prompts (with their answers) in one update."""
+
+    learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
+    """AdamW's peak learning rate; it falls linearly to a tenth of that."""
+
+    warmup_steps: int = Field(default=10, ge=0)
+    """Steps over which the learning rate rises from 0."""

@@ -1,0 +1,80 @@
+"""A planned part of the step as vectors over its scored tokens."""
+
+# Shape letters: T rows, M scored tokens, N responses.
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ratoon.algorithms.aggregation import sequence_mean_weights, token_mean_weights
+from ratoon.layout.packed_layout import PackedLayout
+from ratoon.layout.packing import pack_groups
+from ratoon.planner.plan import PartAssignment, StepPlan
+from ratoon.types.rollouts import RolloutGroup
+
+LossMean = Literal["sequence", "token"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Update:
+    """The groups that one optimizer update learns from, and how they are cut."""
+
+    groups: tuple[RolloutGroup, ...]
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Microbatch:
+    """One forward pass: its rows, and what the loss needs at each scored token."""
+
+    layout: PackedLayout
+
+    loss_weights_M: Tensor
+    """[M] float64 on the CPU. Each token's share of the step's mean; the whole step adds up to 1."""
+
+    advantages_M: Tensor | None = None
+    """[M] float64 on the CPU. None in the supervised stage."""
+
+    rollout_logprobs_M: Tensor | None = None
+    """[M] float32 on the CPU. None where the engine gave none."""
+
+    old_logprobs_M: Tensor | None = None
+    """[M] on the model's device. None: the policy itself is the old one (a first and only update)."""
+
+
+def build_microbatch(update: Update, parts: Sequence[PartAssignment], *, loss_mean: LossMean) -> Microbatch:
+    """The layout and vectors of `parts` = ((group index, response indices), ...)."""
+    groups = [update.groups[index].select(responses) for index, responses in parts]
+    layout = pack_groups(groups)
+    responses = [response for group in groups for response in group.responses]
+    sequence_of_M = torch.from_numpy(layout.sequence_of_M.copy())
+
+    advantages_M = None
+    if all(group.advantages_N is not None for group in groups):
+        advantages_N = np.concatenate(
+            [np.empty(0), *(group.advantages_N for group in groups if group.advantages_N is not None)]
+        )
+        advantages_M = torch.from_numpy(advantages_N[layout.sequence_of_M])
+    rollout_logprobs_M = None
+    if all(response.rollout_logprobs is not None for response in responses):
+        known = [response.rollout_logprobs for response in responses if response.rollout_logprobs is not None]
+        rollout_logprobs_M = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *known]))
+
+    loss_mask_M = torch.ones(layout.num_scored, dtype=torch.bool)
+    if loss_mean == "token":
+        weights_M = token_mean_weights(loss_mask_M, num_loss_tokens=update.plan.num_loss_tokens, dtype=torch.float64)
+    else:
+        lengths_N = torch.tensor([response.num_tokens for response in responses], dtype=torch.int64)
+        weights_M = sequence_mean_weights(
+            loss_mask_M, sequence_of_M, lengths_N, num_sequences=update.plan.num_sequences, dtype=torch.float64
+        )
+    return Microbatch(
+        layout=layout,
+        loss_weights_M=weights_M,
+        advantages_M=advantages_M,
+        rollout_logprobs_M=rollout_logprobs_M,
+    )

@@ -1,0 +1,116 @@
+"""AdamW over 32-bit (or wider) weights, whatever the model computes in, and its learning-rate schedule."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ratoon.trainer.config import TrainerConfig
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+class MasterOptimizer:
+    """AdamW whose weights and gradients are kept in float32 for 16-bit models.
+
+    A 16-bit weight of 1.0 cannot move by less than 2**-8 (bfloat16), so small learning rates would
+    act on nothing. Gradients of microbatches are summed in float32 for the same reason. Parameters
+    of 32 and 64 bits are their own masters: nothing is copied.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        learning_rate: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+    ) -> None:
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.masters = [_master_of(parameter) for parameter in self.parameters]
+        matrices = [master for master in self.masters if master.ndim >= 2]
+        vectors = [master for master in self.masters if master.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate, betas=betas)
+
+    def accumulate(self) -> None:
+        """Adds the model's gradients to the masters' and clears them; call after each backward."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if parameter is master or parameter.grad is None:
+                continue
+            gradient = parameter.grad.to(master.dtype)
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            parameter.grad = None
+
+    def step(self, *, learning_rate: float, max_grad_norm: float) -> float:
+        """One update from the accumulated gradients, which are cleared. Returns their 2-norm before clipping.
+
+        An update whose norm is not finite is refused: the weights stay and FloatingPointError is raised.
+        """
+        norm = nn.utils.clip_grad_norm_(self.masters, max_grad_norm).item()
+        if not math.isfinite(norm):
+            self.clear()
+            raise FloatingPointError(
+                f"the gradient's norm is {norm}; the weights were left as they are. Lower the learning rate, or use "
+                "float32 if the model overflows in 16 bits"
+            )
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate
+        self.adamw.step()
+        self.clear()
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                if parameter is not master:
+                    parameter.copy_(master)
+        return norm
+
+    def clear(self) -> None:
+        for tensor in (*self.parameters, *self.masters):
+            tensor.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and step counts, and the masters of 16-bit weights."""
+        masters = [
+            None if parameter is master else master
+            for parameter, master in zip(self.parameters, self.masters, strict=True)
+        ]
+        return {"adamw": self.adamw.state_dict(), "masters": masters}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.adamw.load_state_dict(state["adamw"])
+        with torch.no_grad():
+            for master, saved in zip(self.masters, state["masters"], strict=True):
+                if saved is not None:
+                    master.copy_(saved)
+
+
+def _master_of(parameter: nn.Parameter) -> Tensor:
+    if parameter.dtype.itemsize >= 4:
+        return parameter
+    return parameter.detach().float().clone().requires_grad_(True)
+
+
+def learning_rate_at(step: int, config: TrainerConfig) -> float:
+    """The rate of the update made in `step` (from 0)."""
+    return scheduled_rate(
+        step,
+        peak=config.learning_rate,
+        schedule=config.schedule,
+        warmup_steps=config.warmup_steps,
+        num_steps=config.num_steps,
+    )
+
+
+def scheduled_rate(
+    step: int, *, peak: float, schedule: Schedule, warmup_steps: int, num_steps: int, final_fraction: float = 0.0
+) -> float:
+    """Linear warm-up to `peak`, then constant, or falling to `final_fraction * peak` at `num_steps`."""
+    if step < warmup_steps:
+        return peak * (step + 1) / (warmup_steps + 1)
+    if schedule == "constant" or num_steps <= warmup_steps:
+        return peak
+    progress = (step - warmup_steps) / (num_steps - warmup_steps)
+    fall = progress if schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
+    return peak * (1 - (1 - final_fraction) * fall)

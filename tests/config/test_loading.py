@@ -1,0 +1,119 @@
+"""A wrong recipe names file, key, value and what is allowed, and never shows a traceback."""
+
+from pathlib import Path
+
+import pytest
+
+from ratoon.config.loading import changed_keys, dump_recipe, load_recipe, parse_overrides
+from ratoon.types.errors import UserError
+
+GOOD = """
+[run]
+name = "r"
+[model]
+fresh = { hidden_size = 32 }
+[data]
+source = "reasoning-gym:chain_sum"
+size = 10
+[reward]
+function = "reasoning-gym"
+[trainer]
+num_steps = 3
+betas = [0.9, 0.99]
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    return path
+
+
+def test_good_recipe_loads_and_survives_its_own_dump(tmp_path: Path):
+    recipe = load_recipe(write(tmp_path, GOOD))
+    assert recipe.trainer.num_steps == 3
+    assert recipe.trainer.betas == (0.9, 0.99)
+    again = load_recipe(write(tmp_path, dump_recipe(recipe)))
+    assert again == recipe
+    assert changed_keys(recipe, again) == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--trainer.num_steps", "7"], 7),
+        (["--trainer.num_steps=8"], 8),
+        (["--trainer.num_steps=8", "--trainer.num_steps", "9"], 9),
+    ],
+)
+def test_overrides_in_both_spellings(tmp_path: Path, overrides: list[str], expected: int):
+    assert load_recipe(write(tmp_path, GOOD), overrides).trainer.num_steps == expected
+
+
+def test_override_values_are_toml_or_strings():
+    arguments = ["--a.b=1", "--c", "x y", "--d=[1, 2]", "--e=true", "--f=-0.5", "--g.h=runs/x", "--i", "-3", "--j="]
+    assert parse_overrides(arguments) == [
+        ("a.b", 1),
+        ("c", "x y"),
+        ("d", [1, 2]),
+        ("e", True),
+        ("f", -0.5),
+        ("g.h", "runs/x"),
+        ("i", -3),
+        ("j", ""),
+    ]
+
+
+def test_changed_keys_names_what_differs(tmp_path: Path):
+    path = write(tmp_path, GOOD)
+    assert changed_keys(load_recipe(path), load_recipe(path, ["--trainer.num_steps=4", "--run.seed=1"])) == (
+        "run.seed",
+        "trainer.num_steps",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "words"),
+    [
+        (GOOD + "num_stepz = 4\n", [], ["trainer.num_stepz = 4", "Did you mean num_steps", "learning_rate"]),
+        (GOOD + "[trainre]\n", [], ["trainre", "Did you mean trainer", "rollout"]),
+        (GOOD, ["--trainer.num_steps=ten"], ["trainer.num_steps = 'ten'", "whole number"]),
+        (GOOD, ["--trainer.num_steps=true"], ["trainer.num_steps = True", "whole number"]),
+        (GOOD, ["--trainer.num_steps=1.5"], ["trainer.num_steps = 1.5", "whole number"]),
+        (GOOD, ["--trainer.num_steps=-1"], ["trainer.num_steps = -1", "greater than or equal to 0"]),
+        (GOOD, ["--trainer.schedule=cosin"], ["trainer.schedule = 'cosin'", "'constant', 'linear', 'cosine'"]),
+        (GOOD, ["--trainer=3"], ["trainer = 3", "a table with num_steps"]),
+        (GOOD, ["--trainer.num_steps.x=3"], ["trainer.num_steps", "not a section"]),
+        (GOOD, ["--model.fresh.hidden=3"], ["model.fresh.hidden = 3", "hidden_size"]),
+        (GOOD, ["--trainer.num_steps"], ["--trainer.num_steps", "no value"]),
+        (GOOD, ["num_steps=3"], ["'num_steps=3'", "--section.key=value"]),
+        (GOOD, ["--rollout.group_size=1"], ["rollout.group_size is 1", "set it to 2 or more"]),
+        (GOOD, ["--run.name=a/b"], ["run.name = 'a/b'", "letters, digits"]),
+        (GOOD, ["--algorithm.num_minibatches=99"], ["num_minibatches is 99", "prompts_per_step"]),
+        (GOOD.replace('name = "r"', ""), [], ["run.name is missing"]),
+        ("[run\n", [], ["not valid TOML", "line 1"]),
+        ("x = 1\nx = 2\n", [], ["not valid TOML"]),
+        ("", [], ["run is missing", "model is missing", "data is missing"]),
+    ],
+)
+def test_wrong_recipe_is_one_paragraph(tmp_path: Path, text: str, overrides: list[str], words: list[str]):
+    path = write(tmp_path, text)
+    with pytest.raises(UserError) as raised:
+        load_recipe(path, overrides)
+    message = str(raised.value)
+    assert "\n" not in message.strip()
+    for word in words:
+        assert word in message
+    if not any(override == "num_steps=3" or "." not in override for override in overrides) and "section" not in message:
+        assert str(path) in message or "override" in message
+
+
+def test_missing_folder_and_binary_files_are_named(tmp_path: Path):
+    with pytest.raises(UserError, match="no such recipe file"):
+        load_recipe(tmp_path / "absent.toml")
+    with pytest.raises(UserError, match="is a folder"):
+        load_recipe(tmp_path)
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not UTF-8"):
+        load_recipe(binary)
