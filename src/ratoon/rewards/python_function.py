@@ -119,7 +119,7 @@ def _run_file(path: Path) -> ModuleType:
     except SyntaxError as error:
         del sys.modules[name]
         raise UserError(
-            f"reward.function: {error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+            f"reward.function: {error.filename or path}:{error.lineno or 1}: {type(error).__name__}: {error.msg}"
         ) from None
     except (Exception, SystemExit) as error:
         del sys.modules[name]
