@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ratoon.attention.flash import cpu, fa2
+from ratoon.attention.flash.merged import MergedRows
 from ratoon.attention.flash.schedule import CpuSchedule, VarlenSchedule
 
 FA2_HEAD_DIM_MULTIPLE = 8
@@ -60,20 +61,20 @@ class _FlashAttention(torch.autograd.Function):
         softmax_scale: float,
     ) -> Tensor:
         q_THD, k_THD, v_THD = (_kernel_ready(x) for x in (q_THD, k_THD, v_THD))
-        kernel_state: tuple[Tensor, ...] = ()
         if q_THD.shape[0] == 0:  # FA2 refuses a batch of no sequences
-            out_THD, lse_TH = torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[:2])
+            merged = MergedRows(torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[:2]))
         elif isinstance(schedule, VarlenSchedule):
-            out_THD, lse_TH, kernel_state = fa2.forward(q_THD, k_THD, v_THD, schedule, softmax_scale)
+            merged = fa2.forward(q_THD, k_THD, v_THD, schedule, softmax_scale)
         else:
-            out_THD, lse_TH = cpu.forward(q_THD, k_THD, v_THD, schedule, softmax_scale)
+            merged = cpu.forward(q_THD, k_THD, v_THD, schedule, softmax_scale)
+        out_THD, lse_TH, dropout_state = merged
         if sinks_H is not None:
             # A sink is one more key of every row, whose value is zero.
             with_sink_TH = torch.logaddexp(lse_TH, sinks_H.to(lse_TH.dtype))
             out_THD = out_THD * torch.exp(lse_TH - with_sink_TH)[..., None]
             lse_TH = with_sink_TH
         out_THD = out_THD.to(q_THD.dtype)
-        ctx.save_for_backward(q_THD, k_THD, v_THD, sinks_H, out_THD, lse_TH, *kernel_state)
+        ctx.save_for_backward(q_THD, k_THD, v_THD, sinks_H, out_THD, lse_TH, *dropout_state)
         ctx.schedule, ctx.softmax_scale = schedule, softmax_scale
         return out_THD
 
@@ -82,17 +83,19 @@ class _FlashAttention(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, dout_THD: Tensor
     ) -> tuple[Tensor | None, ...]:
-        q_THD, k_THD, v_THD, sinks_H, out_THD, lse_TH, *kernel_state = ctx.saved_tensors
+        q_THD, k_THD, v_THD, sinks_H, out_THD, lse_TH, *dropout_state = ctx.saved_tensors
         dout_THD = _kernel_ready(dout_THD)
-        tensors = (dout_THD, q_THD, k_THD, v_THD, out_THD, lse_TH)
+        merged = MergedRows(out_THD, lse_TH, tuple(dropout_state))
         if q_THD.shape[0] == 0:
             dq_THD, dk_THD, dv_THD = (torch.zeros_like(x) for x in (q_THD, k_THD, v_THD))
         elif isinstance(ctx.schedule, VarlenSchedule):
             dq_THD, dk_THD, dv_THD = fa2.backward(
-                *tensors, (kernel_state[0], kernel_state[1]), ctx.schedule, ctx.softmax_scale
+                dout_THD, q_THD, k_THD, v_THD, merged, ctx.schedule, ctx.softmax_scale
             )
         else:
-            dq_THD, dk_THD, dv_THD = cpu.backward(*tensors, ctx.schedule, ctx.softmax_scale)
+            dq_THD, dk_THD, dv_THD = cpu.backward(
+                dout_THD, q_THD, k_THD, v_THD, merged, ctx.schedule, ctx.softmax_scale
+            )
         dsinks_H = None
         if sinks_H is not None:
             sink_probs_TH = torch.exp(sinks_H.to(lse_TH.dtype) - lse_TH)

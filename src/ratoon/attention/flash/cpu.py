@@ -1,20 +1,22 @@
-"""PyTorch's CPU flash kernel, which returns the log-sum-exp and runs fp64. A zero length kills the process."""
+"""PyTorch's CPU flash kernel: it returns the log-sum-exp, runs fp64, and reads shared key heads in place.
+
+A zero-length query or key kills the process; schedules have none.
+"""
 
 # Shape letters: T rows, B runs of a batch, L rows of a run, H heads (Hq query, Hkv key and value), D head dim.
 
 import torch
 from torch import Tensor
 
+from ratoon.attention.flash.merged import MergedRows
 from ratoon.attention.flash.schedule import CpuSchedule, Runs
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def forward(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, schedule: CpuSchedule, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
-    """-> out [T, Hq, D] and log-sum-exp [T, Hq], both fp32, or fp64 for fp64."""
+def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, schedule: CpuSchedule, softmax_scale: float) -> MergedRows:
+    """Output and log-sum-exp in fp32, or fp64 for fp64."""
     dtype = _sum_dtype(q_THD)
     out_THD = torch.empty(q_THD.shape, dtype=dtype)
     lse_TH = torch.empty(q_THD.shape[:2], dtype=dtype)
@@ -28,7 +30,7 @@ def forward(
         weight_BLH = torch.sigmoid(part_lse_BLH - lse_BLH)
         batch.queries.put_back(out_THD, out_BLHD.lerp_(part_BLHD.to(dtype), weight_BLH[..., None]))
         batch.queries.store(lse_TH, torch.logaddexp(lse_BLH, part_lse_BLH))
-    return out_THD, lse_TH
+    return MergedRows(out_THD, lse_TH)
 
 
 def backward(
@@ -36,8 +38,7 @@ def backward(
     q_THD: Tensor,
     k_THD: Tensor,
     v_THD: Tensor,
-    out_THD: Tensor,
-    lse_TH: Tensor,
+    merged: MergedRows,
     schedule: CpuSchedule,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,7 +53,7 @@ def backward(
         grads = _backward(
             *(queries.take(dout_THD).transpose(1, 2), queries.take(q_THD).transpose(1, 2)),
             *(keys.take(k_THD).transpose(1, 2), keys.take(v_THD).transpose(1, 2)),
-            *(queries.take(out_THD).transpose(1, 2), queries.take(lse_TH).transpose(1, 2)),
+            *(queries.take(merged.out_THD).transpose(1, 2), queries.take(merged.lse_TH).transpose(1, 2)),
             0.0,
             is_causal,
             scale=softmax_scale,

@@ -5,23 +5,19 @@
 import torch
 from torch import Tensor
 
+from ratoon.attention.flash.merged import MergedRows
 from ratoon.attention.flash.schedule import Rows, VarlenLevel, VarlenSchedule
 
 _forward = torch.ops.aten._flash_attention_forward
 _backward = torch.ops.aten._flash_attention_backward
 
-DropoutState = tuple[Tensor, Tensor]
-"""What the backward kernel would draw from under dropout, which is never on; it must be given all the same."""
 
-
-def forward(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, schedule: VarlenSchedule, softmax_scale: float
-) -> tuple[Tensor, Tensor, DropoutState]:
-    """-> out [T, Hq, D] (fp32 where levels were merged, else q's dtype), log-sum-exp [T, Hq] fp32, state.
+def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, schedule: VarlenSchedule, softmax_scale: float) -> MergedRows:
+    """Output in fp32 where levels were merged, else in q's dtype.
 
     Every row of a level has a key there, so that no log-sum-exp is infinite.
     """
-    out_THD, lse_HT, state = _forward_level(q_THD, k_THD, v_THD, schedule.own, softmax_scale, is_causal=True)
+    out_THD, lse_HT, dropout_state = _forward_level(q_THD, k_THD, v_THD, schedule.own, softmax_scale, is_causal=True)
     if schedule.ancestors:
         out_THD = out_THD.to(lse_HT.dtype)
     for level in schedule.ancestors:
@@ -31,7 +27,7 @@ def forward(
         weight_LH = torch.sigmoid(part_lse_HL - lse_HL).T
         out_THD[rows] = torch.lerp(out_THD[rows], part_LHD.to(out_THD.dtype), weight_LH[..., None])
         lse_HT[:, rows] = torch.logaddexp(lse_HL, part_lse_HL)
-    return out_THD, lse_HT.T, state
+    return MergedRows(out_THD, lse_HT.T, dropout_state)
 
 
 def backward(
@@ -39,9 +35,7 @@ def backward(
     q_THD: Tensor,
     k_THD: Tensor,
     v_THD: Tensor,
-    out_THD: Tensor,
-    lse_TH: Tensor,
-    state: DropoutState,
+    merged: MergedRows,
     schedule: VarlenSchedule,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,15 +43,15 @@ def backward(
 
     With the merged output and log-sum-exp, each part's kernel sees the probabilities of the whole row.
     """
-    lse_HT = lse_TH.T
+    lse_HT = merged.lse_TH.T
 
     def level_gradients(level: VarlenLevel, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
         rows, key_rows = level.query_rows, level.key_rows
         return _backward(
             *(_take(dout_THD, rows), _take(q_THD, rows), _take(k_THD, key_rows), _take(v_THD, key_rows)),
-            *(_take(out_THD, rows), lse_HT[:, rows].contiguous()),
+            *(_take(merged.out_THD, rows), lse_HT[:, rows].contiguous()),
             *(level.cu_seqlens_q, level.cu_seqlens_k, level.max_seqlen_q, level.max_seqlen_k),
-            *(0.0, is_causal, *state),
+            *(0.0, is_causal, *merged.dropout_state),
             scale=softmax_scale,
         )
 
@@ -75,8 +69,8 @@ def backward(
 
 def _forward_level(
     q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, level: VarlenLevel, softmax_scale: float, *, is_causal: bool
-) -> tuple[Tensor, Tensor, DropoutState]:
-    """-> [L, Hq, D], [Hq, L], state."""
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """-> [L, Hq, D], [Hq, L], dropout state."""
     out_LHD, lse_HL, rng_state, unused, _ = _forward(
         *(_take(q_THD, level.query_rows), _take(k_THD, level.key_rows), _take(v_THD, level.key_rows)),
         *(level.cu_seqlens_q, level.cu_seqlens_k, level.max_seqlen_q, level.max_seqlen_k),

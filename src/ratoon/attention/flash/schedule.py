@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ratoon.layout import PackedLayout
 
-MAX_GATHERED_RUN = 64
+MAX_GATHERED_RUN = 8
 """Runs up to this many rows are cheaper to gather into one batch than to launch one by one."""
 
 
