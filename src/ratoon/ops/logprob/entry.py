@@ -1,0 +1,156 @@
+"""`linear_logprob`: the public call, its checks, and its place in autograd."""
+
+# Shape letters: M scored tokens, C channels, V vocabulary.
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ratoon.ops.logprob.gradients import RowGrads, Wanted, input_grads
+from ratoon.ops.logprob.projection import Projection
+from ratoon.ops.logprob.scoring import Scores, score
+from ratoon.ops.logprob.transform import LogitTransform
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGER = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def linear_logprob(
+    hidden_MC: Tensor,
+    weight_VC: Tensor,
+    target_M: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each row's target, and entropy of its distribution, without ever holding [M, V].
+
+    The logits are, in this order,
+
+        z = hidden @ weight.T + bias
+        z = logit_scale * z                                 Cohere's logit_scale; Granite: 1 / logits_scaling
+        z = logit_softcap * tanh(z / logit_softcap)         Gemma 2's final_logit_softcapping; skipped when None
+        z = z / temperature
+
+    and logprobs = log_softmax(z)[target], entropy = -sum(softmax(z) * log_softmax(z)), both in nats.
+
+    hidden_MC: [M, C], fp64, fp32, bf16 or fp16; M may be 0.
+    weight_VC: [V, C], hidden's dtype and device: a language model's output embedding.
+    target_M: [M], integers in [0, V), on hidden's device. Every row is scored: there is no ignored index.
+    temperature: finite, above 0. bias: [V], hidden's dtype; -inf masks a token, unless a softcap makes it finite.
+    logit_scale: finite. logit_softcap: finite, above 0.
+
+    Returns logprobs [M] and entropy [M], fp32 (fp64 for fp64 input). Logits and all sums are fp32 (fp64) too, also for
+    bf16 and fp16 input; only on CUDA does the logits' gradient enter the matrix products in the input's dtype.
+    Probabilities below 2^-64 (fp64: 2^-512) count as 0.
+
+    Both results are differentiable once, with respect to hidden, weight and bias; gradients that nobody needs are not
+    computed. Backward computes the logits again: forward keeps four numbers a row. Besides the gradients themselves,
+    both take a few tiles of logits (`tiling`) and, for bf16 and fp16, one [M, C] and one piece of the weight in fp32.
+
+    A target outside [0, V) raises ValueError on the CPU. On CUDA nothing waits for the device, so there the row's
+    log-prob is NaN. Other wrong input raises ValueError everywhere.
+    """
+    _check_tensors(hidden_MC, weight_VC, target_M, bias)
+    transform = _checked_transform(temperature, logit_scale, logit_softcap)
+    return _LinearLogprob.apply(hidden_MC, weight_VC, bias, target_M, transform)
+
+
+def _check_tensors(hidden_MC: Tensor, weight_VC: Tensor, target_M: Tensor, bias_V: Tensor | None) -> None:
+    if hidden_MC.ndim != 2 or hidden_MC.dtype not in _FLOATING:
+        raise ValueError(
+            "linear_logprob: hidden must be [M, C] in fp64, fp32, bf16 or fp16, "
+            f"got {_describe(hidden_MC)}; flatten batch dimensions first"
+        )
+    M, C = hidden_MC.shape
+    if weight_VC.ndim != 2 or weight_VC.shape[1] != C or weight_VC.shape[0] == 0:
+        raise ValueError(
+            f"linear_logprob: weight must be [V, C] with V >= 1 and hidden's C={C}, got {_describe(weight_VC)}"
+        )
+    V = weight_VC.shape[0]
+    if target_M.shape != (M,) or target_M.dtype not in _INTEGER:
+        raise ValueError(f"linear_logprob: target must be [M={M}] integers, one a row, got {_describe(target_M)}")
+    if bias_V is not None and bias_V.shape != (V,):
+        raise ValueError(f"linear_logprob: bias must be [V={V}], one a weight row, got {_describe(bias_V)}")
+    for name, tensor in (("weight", weight_VC), ("bias", bias_V)):
+        if tensor is not None and tensor.dtype != hidden_MC.dtype:
+            raise ValueError(
+                f"linear_logprob: {name} must have hidden's dtype {hidden_MC.dtype}, got {tensor.dtype}; cast one"
+            )
+    for name, tensor in (("weight", weight_VC), ("target", target_M), ("bias", bias_V)):
+        if tensor is not None and tensor.device != hidden_MC.device:
+            raise ValueError(
+                f"linear_logprob: {name} must be on hidden's device {hidden_MC.device}, got {tensor.device}; move it"
+            )
+    if M and target_M.device.type == "cpu":
+        lowest, highest = int(target_M.min()), int(target_M.max())
+        if lowest < 0 or highest >= V:
+            raise ValueError(
+                f"linear_logprob: targets must be in [0, V={V}), got values from {lowest} to {highest}; "
+                "leave out the rows that are not to be scored"
+            )
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _checked_transform(temperature: float, logit_scale: float, logit_softcap: float | None) -> LogitTransform:
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(
+            f"linear_logprob: temperature must be finite and above 0, got {temperature}; "
+            "greedy decoding has no log-probs, score it at the temperature you mean to train at"
+        )
+    if not math.isfinite(logit_scale):
+        raise ValueError(f"linear_logprob: logit_scale must be finite, got {logit_scale}")
+    if logit_softcap is not None and not (math.isfinite(logit_softcap) and logit_softcap > 0):
+        raise ValueError(
+            f"linear_logprob: logit_softcap must be finite and above 0, got {logit_softcap}; None leaves it out"
+        )
+    return LogitTransform(temperature=temperature, logit_scale=logit_scale, softcap=logit_softcap)
+
+
+class _LinearLogprob(torch.autograd.Function):
+    """Keeps its inputs and four numbers a row, the results among them, between forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MC: Tensor,
+        weight_VC: Tensor,
+        bias_V: Tensor | None,
+        target_M: Tensor,
+        transform: LogitTransform,
+    ) -> tuple[Tensor, Tensor]:
+        scores = score(Projection.build(hidden_MC, weight_VC, bias_V, target_M, transform))
+        kept_of_scores = (scores.logprobs_M, scores.entropy_M, scores.max_M, scores.exp_sum_M)
+        ctx.save_for_backward(hidden_MC, weight_VC, bias_V, target_M, *kept_of_scores)
+        ctx.transform = transform
+        # An output that the loss does not use has the gradient None, and its terms are skipped.
+        ctx.set_materialize_grads(False)
+        return scores.logprobs_M, scores.entropy_M
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "linear_logprob can be differentiated once, got a backward pass with create_graph=True; "
+                "compute log_softmax of full logits where a second derivative is needed"
+            )
+        grad_logprobs_M, grad_entropy_M = grad_outputs
+        if grad_logprobs_M is None and grad_entropy_M is None:
+            return None, None, None, None, None
+        hidden_MC, weight_VC, bias_V, target_M, *kept_of_scores = ctx.saved_tensors
+        grads = input_grads(
+            Projection.build(hidden_MC, weight_VC, bias_V, target_M, ctx.transform),
+            RowGrads.build(Scores(*kept_of_scores), grad_logprobs_M, grad_entropy_M),
+            Wanted(*ctx.needs_input_grad[:3]),
+        )
+        dtype = hidden_MC.dtype
+        grad_hidden_MC = None if grads.hidden_MC is None else grads.hidden_MC.to(dtype)
+        grad_bias_V = None if grads.bias_V is None else grads.bias_V.to(dtype)
+        return grad_hidden_MC, grads.weight_VC, grad_bias_V, None, None

@@ -1,0 +1,111 @@
+"""Forward: one pass over the vocabulary for log-probabilities, entropy and what backward needs of the softmax."""
+
+# Shape letters: M scored tokens, C channels, V vocabulary; m, v: one tile of M and of V.
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ratoon.ops.logprob.projection import Projection, Range, bits_below_max, tile_of
+from ratoon.ops.logprob.transform import LN_2, LogitTransform
+
+_BELOW_ANY_LOGIT = -1e30
+"""Where a row's maximum starts. Finite: -inf would give -inf - -inf in a tile whose tokens are all masked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the forward pass leaves behind; all [M], in the accumulation dtype."""
+
+    logprobs_M: Tensor
+    """Nats. NaN where the target is outside the vocabulary."""
+
+    entropy_M: Tensor
+    """Nats."""
+
+    max_M: Tensor
+    """The row's largest y of `LogitTransform`."""
+
+    exp_sum_M: Tensor
+    """Sum over the vocabulary of 2^d for d = `bits_below_max`: 1 at least, but for rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RunningSums:
+    """Sums over the tiles seen so far; all [M]. d is an entry's `bits_below_max`, y comes from `LogitTransform`."""
+
+    transform: LogitTransform
+
+    max_M: Tensor
+    """The largest y."""
+
+    exp_sum_M: Tensor
+    """Sum of 2^d."""
+
+    weighted_sum_M: Tensor
+    """Sum of 2^d * d."""
+
+    target_M: Tensor
+    """The target's y; NaN until its tile has been seen."""
+
+    @classmethod
+    def start(cls, projection: Projection) -> "_RunningSums":
+        """Sums of nothing."""
+        max_M, exp_sum_M, weighted_sum_M, target_M = projection.new_accumulator(4, projection.tiling.num_rows)
+        return cls(
+            transform=projection.transform,
+            max_M=max_M.fill_(_BELOW_ANY_LOGIT),
+            exp_sum_M=exp_sum_M.zero_(),
+            weighted_sum_M=weighted_sum_M.zero_(),
+            target_M=target_M.fill_(torch.nan),
+        )
+
+    def rows(self, rows: Range) -> "_RunningSums":
+        """A view of some rows."""
+        m = slice(*rows)
+        return _RunningSums(self.transform, self.max_M[m], self.exp_sum_M[m], self.weighted_sum_M[m], self.target_M[m])
+
+    def add_tile(self, projected_mv: Tensor, spare_mv: Tensor, inside_m: Tensor, column_m1: Tensor) -> None:
+        """Adds a tile that has as many rows as these sums; overwrites both tiles."""
+        picked_m = projected_mv.gather(1, column_m1).squeeze(1)
+        self.target_M.copy_(torch.where(inside_m, picked_m, self.target_M))
+
+        new_max_M = torch.maximum(self.max_M, projected_mv.amax(dim=1))
+        # Old entries move to the new maximum: d + shift.
+        shift_M = (self.max_M - new_max_M).mul_(self.transform.gain_out_bits)
+        self.max_M.copy_(new_max_M)
+        decay_M = shift_M.exp2()
+        self.weighted_sum_M.addcmul_(self.exp_sum_M, shift_M).mul_(decay_M)
+        self.exp_sum_M.mul_(decay_M)
+
+        bits_mv = bits_below_max(projected_mv, new_max_M, self.transform, out_mv=projected_mv)
+        exp_mv = torch.exp2(bits_mv, out=spare_mv)
+        self.exp_sum_M.add_(exp_mv.sum(dim=1))
+        self.weighted_sum_M.add_(bits_mv.mul_(exp_mv).sum(dim=1))
+
+    def finish(self) -> Scores:
+        """From differences to the maximum. Rounding may not turn a probability into more than 1."""
+        log_sum_M = self.exp_sum_M.log2()
+        offset_M = self.max_M * -self.transform.gain_out_bits
+        target_bits_M = torch.add(offset_M, self.target_M, alpha=self.transform.gain_out_bits)
+        return Scores(
+            logprobs_M=target_bits_M.sub_(log_sum_M).mul_(LN_2).clamp_(max=0),
+            entropy_M=(log_sum_M - self.weighted_sum_M / self.exp_sum_M).mul_(LN_2).clamp_(min=0),
+            max_M=self.max_M,
+            exp_sum_M=self.exp_sum_M,
+        )
+
+
+def score(projection: Projection) -> Scores:
+    """Reads every weight once for all rows."""
+    tiling = projection.tiling
+    sums = _RunningSums.start(projection)
+    projected_buffer, spare_buffer = projection.new_accumulator(2, tiling.numel)
+    for columns in tiling.column_ranges():
+        weight_vC = projection.weight_tile(columns)
+        for rows in tiling.row_ranges():
+            projected_mv = projection.project(rows, columns, weight_vC, tile_of(projected_buffer, rows, columns))
+            spare_mv = tile_of(spare_buffer, rows, columns)
+            sums.rows(rows).add_tile(projected_mv, spare_mv, *projection.locate_targets(rows, columns))
+    return sums.finish()
