@@ -27,7 +27,7 @@ class DataConfig(BaseModel):
     """Items to generate, before duplicates are removed; a generator needs it."""
 
     seed: int = Field(default=0, ge=0)
-    """Fixes the generated items, the choice of held-out prompts and the order of every epoch."""
+    """Fixes the generated items and the choice of held-out prompts; the order of training follows `run.seed`."""
 
     prompt_column: str = Field(default="prompt", min_length=1)
     """Key of the prompt in each row of a file."""

@@ -29,7 +29,7 @@ class PromptStream:
         if not prompts:
             raise UserError("there is no prompt to train on; the data is empty")
         if seed < 0:
-            raise UserError(f"data.seed must not be negative, got {seed}")
+            raise UserError(f"the seed of a prompt stream must not be negative, got {seed}")
         self._prompts = tuple(prompts)
         self._seed = seed
         self._shuffle = shuffle
@@ -67,7 +67,7 @@ class PromptStream:
         if state.fingerprint != self._fingerprint:
             raise UserError(
                 f"the checkpoint was made with other prompts, or in another order, than these {self.num_prompts:,}; "
-                "restore the data, data.seed and data.shuffle it was made with, or begin a new run"
+                "restore the data, the seed and data.shuffle it was made with, or begin a new run"
             )
         if state.epoch < 0 or not 0 <= state.position <= self.num_prompts:
             raise UserError(
