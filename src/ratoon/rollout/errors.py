@@ -1,5 +1,8 @@
 """What a rollout raises when it cannot deliver."""
 
+TESTED_TRANSFORMERS = ">=5.17,<5.18"
+"""Versions whose continuous batching the `transformers` engine was tested with."""
+
 
 class RolloutError(RuntimeError):
     """Responses that were asked for cannot be delivered; `__cause__` holds the engine's own error.

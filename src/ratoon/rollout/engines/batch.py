@@ -1,0 +1,271 @@
+"""The responses in flight: who is admitted, one forward pass at a time, and who is done.
+
+Everything here runs on the engine's one thread.
+"""
+
+# Shape letters: P prompt tokens, R response tokens, N responses.
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import ceil
+
+from transformers import PreTrainedModel
+from transformers.generation.continuous_batching import cache as cb_cache
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+
+from ratoon.rollout.drafts import GroupDraft, ResponseDraft
+from ratoon.rollout.engines.cache_budget import CacheLayout
+from ratoon.rollout.engines.continuous_batching import BLOCK_TOKENS, SampledRequest, build_processor
+from ratoon.rollout.errors import RolloutError
+from ratoon.types import UserError
+
+_GROWTH = 1.25
+"""A cache that must grow grows by at least this, so that ever longer prompts do not rebuild it each step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one forward pass ended."""
+
+    finished: tuple[GroupDraft, ...] = ()
+    failed: tuple[GroupDraft, ...] = ()
+    error: RolloutError | None = None
+    """Why `failed` failed."""
+
+    made_progress: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Share:
+    """Responses of one group that were admitted together and share their prompt's blocks."""
+
+    group: GroupDraft
+    drafts: tuple[ResponseDraft, ...]
+    request_ids: tuple[str, ...]
+    shared_blocks: int
+    blocks_per_response: int
+
+    @property
+    def num_open(self) -> int:
+        return sum(draft.finish_reason is None for draft in self.drafts)
+
+    @property
+    def reserved_blocks(self) -> int:
+        num_open = self.num_open
+        return self.shared_blocks + num_open * self.blocks_per_response if num_open else 0
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    group: GroupDraft
+    num_admitted: int = 0
+
+    @property
+    def num_left(self) -> int:
+        return len(self.group.drafts) - self.num_admitted
+
+
+@dataclass(slots=True)
+class GenerationBatch:
+    """Admits groups first come, first served, when every block they may need is free: nothing is ever preempted."""
+
+    model: PreTrainedModel
+    """In eval mode, with `paged_attention`."""
+
+    max_concurrent_responses: int
+    cache_tokens: int | None
+    layout: CacheLayout
+    _processor: ContinuousBatchProcessor | None = None
+    _num_blocks: int = 0
+    _longest_request: int = 0
+    """Tokens of the longest prompt and response the cache was built for."""
+
+    _waiting: deque[_Waiting] = field(default_factory=deque)
+    _shares: list[_Share] = field(default_factory=list)
+    _num_requests: int = 0
+
+    @classmethod
+    def over(cls, model: PreTrainedModel, max_concurrent_responses: int, cache_tokens: int | None) -> "GenerationBatch":
+        return cls(model, max_concurrent_responses, cache_tokens, cache_layout(model))
+
+    @property
+    def num_running(self) -> int:
+        return sum(share.num_open for share in self._shares)
+
+    def check_fits(self, prompt_id: str | int, num_prompt_tokens: int, max_response_tokens: int) -> None:
+        """Raise UserError where `cache_tokens` cannot hold even one response."""
+        if self.cache_tokens is None:
+            return
+        needed = self.layout.blocks(num_prompt_tokens, max_response_tokens, 1)
+        if needed > self.layout.tokens_to_blocks(self.cache_tokens):
+            raise UserError(
+                f"prompt {prompt_id!r} of {num_prompt_tokens:,} tokens with a response of up to "
+                f"{max_response_tokens:,} needs {self.layout.blocks_to_tokens(needed):,} cache tokens, over "
+                f"rollout.cache_tokens={self.cache_tokens:,}; raise it, lower rollout.max_response_tokens, or drop "
+                "the prompt"
+            )
+
+    def add(self, group: GroupDraft) -> None:
+        self._waiting.append(_Waiting(group))
+
+    def step(self) -> StepReport:
+        """Admit what fits, run one forward pass, and hand out the groups that are complete."""
+        try:
+            self._admit()
+            if not self._shares:
+                return StepReport()
+            self._forward()
+        except Exception as error:  # reported with the groups it ends; the next group meets a fresh cache
+            return self._fail(error)
+        open_shares = [share for share in self._shares if share.num_open]
+        ended = {id(share.group): share.group for share in self._shares if not share.num_open}
+        self._shares = open_shares
+        finished = tuple(group for group in ended.values() if group.is_complete)
+        return StepReport(finished=finished, made_progress=True)
+
+    def withdraw(self, groups: Iterable[GroupDraft]) -> None:
+        """Forget the groups, whether they wait or run, and free what they hold."""
+        gone = {id(group) for group in groups}
+        self._waiting = deque(waiting for waiting in self._waiting if id(waiting.group) not in gone)
+        leaving = [share for share in self._shares if id(share.group) in gone]
+        self._shares = [share for share in self._shares if id(share.group) not in gone]
+        if self._processor is None:
+            return
+        scheduler = self._processor.scheduler
+        for request_id in (id for share in leaving for id in share.request_ids):
+            if request_id in scheduler.active_requests or request_id in scheduler.waiting_requests:
+                scheduler.set_request_cancellation(request_id)
+        scheduler.clear_cancelled_requests()
+
+    def forget_cache(self) -> None:
+        """Free the cache; the next group builds a new one."""
+        assert not self._shares, f"{len(self._shares)} shares still hold blocks of the cache"
+        self._processor = None
+        self._num_blocks = 0
+
+    def _forward(self) -> None:
+        processor = self._processor
+        assert processor is not None, "responses were admitted without a cache"
+        if not processor.prepare_next_batch():
+            raise RolloutError(f"continuous batching scheduled none of {self.num_running} open responses")
+        processor._generation_step(self.model)
+        processor.update_batch()
+
+    def _fail(self, error: Exception) -> StepReport:
+        failed = {id(share.group): share.group for share in self._shares}
+        # What could not be admitted is at fault when nothing ran.
+        if not failed and self._waiting:
+            failed = {id(self._waiting[0].group): self._waiting[0].group}
+        self.withdraw(failed.values())
+        self._processor = None
+        self._num_blocks = 0
+        if isinstance(error, RolloutError):
+            return StepReport(failed=tuple(failed.values()), error=error)
+        names = ", ".join(repr(group.prompt.id) for group in list(failed.values())[:3])
+        wrapped = RolloutError(
+            f"generation failed for {len(failed)} prompts ({names}{', ...' if len(failed) > 3 else ''}): "
+            f"{type(error).__name__}: {error}"
+        )
+        wrapped.__cause__ = error
+        return StepReport(failed=tuple(failed.values()), error=wrapped)
+
+    def _admit(self) -> None:
+        if self._waiting and not self._make_room():
+            return
+        while self._waiting:
+            waiting = self._waiting[0]
+            num_responses = self._admissible(waiting)
+            if num_responses == 0:
+                return
+            self._start(waiting, num_responses)
+            if waiting.num_left == 0:
+                self._waiting.popleft()
+
+    def _make_room(self) -> bool:
+        """Build or grow the cache; false while running responses must leave first."""
+        wanted = self._wanted_blocks()
+        groups = [waiting.group for waiting in self._waiting]
+        longest = max(group.prompt.num_tokens + group.max_response_tokens for group in groups)
+        if self._processor is not None and wanted <= self._num_blocks and longest <= self._longest_request:
+            return True
+        if self._shares:
+            return False
+        if wanted > self._num_blocks:
+            wanted = max(wanted, ceil(self._num_blocks * _GROWTH))
+        self._num_blocks = max(self._num_blocks, wanted)
+        self._longest_request = max(longest, self._longest_request)
+        self._processor = None  # frees the old cache before the new one is made
+        self._processor = build_processor(
+            self.model, self._num_blocks, self.max_concurrent_responses, self._longest_request
+        )
+        return True
+
+    def _wanted_blocks(self) -> int:
+        if self.cache_tokens is not None:
+            return self.layout.tokens_to_blocks(self.cache_tokens)
+        num_open = self.num_running + sum(waiting.num_left for waiting in self._waiting)
+        widest = 0.0
+        for waiting in self._waiting:
+            num_responses = min(waiting.num_left, self.max_concurrent_responses)
+            widest = max(widest, self._needed(waiting.group, num_responses) / num_responses)
+        return ceil(widest * min(num_open, self.max_concurrent_responses))
+
+    def _needed(self, group: GroupDraft, num_responses: int) -> int:
+        return self.layout.blocks(group.prompt.num_tokens, group.max_response_tokens, num_responses)
+
+    def _admissible(self, waiting: _Waiting) -> int:
+        """Responses of the group to start now, as many as can ever run together; 0 to wait."""
+        free_blocks = self._num_blocks - sum(share.reserved_blocks for share in self._shares)
+        num_responses = min(waiting.num_left, self.max_concurrent_responses)
+        while num_responses > 1 and self._needed(waiting.group, num_responses) > self._num_blocks:
+            num_responses -= 1
+        has_slots = self.num_running + num_responses <= self.max_concurrent_responses
+        return num_responses if has_slots and self._needed(waiting.group, num_responses) <= free_blocks else 0
+
+    def _start(self, waiting: _Waiting, num_responses: int) -> None:
+        group = waiting.group
+        first = waiting.num_admitted
+        drafts = group.drafts[first : first + num_responses]
+        tokens = group.prompt.token_ids.tolist()
+        # A prompt of one token leaves nothing to compute before the fork.
+        forks = num_responses > 1 and len(tokens) > 1
+        request_ids: list[str] = []
+        assert self._processor is not None, "a group was admitted without a cache"
+        for rows in [drafts] if forks else [(draft,) for draft in drafts]:
+            request = SampledRequest.of(f"response{self._num_requests}", tokens, rows)
+            self._num_requests += 1
+            self._processor.scheduler.add_waiting_request(request)
+            request_ids += [request.request_id, *request.child_ids()]
+        num_prompt_tokens = group.prompt.num_tokens
+        self._shares.append(
+            _Share(
+                group=group,
+                drafts=drafts,
+                request_ids=tuple(request_ids),
+                shared_blocks=self.layout.shared_blocks(num_prompt_tokens, num_responses),
+                blocks_per_response=self.layout.blocks_per_response(
+                    num_prompt_tokens, group.max_response_tokens, num_responses
+                ),
+            )
+        )
+        waiting.num_admitted += num_responses
+
+
+def cache_layout(model: PreTrainedModel) -> CacheLayout:
+    """How continuous batching groups the model's layers. Raises UserError for layers it cannot cache."""
+    config = model.config.get_text_config()
+    _, kinds = cb_cache.group_layers_by_attn_type(config)
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UserError(
+            f"{type(model).__name__} has layers of kind {', '.join(unknown)}, which the in-process engine cannot "
+            "cache; it takes global and sliding-window attention"
+        )
+    num_sliding = kinds.count("sliding_attention")
+    return CacheLayout(
+        block_tokens=BLOCK_TOKENS,
+        num_full=len(kinds) - num_sliding,
+        num_sliding=num_sliding,
+        window=config.sliding_window if num_sliding else None,
+    )

@@ -1,0 +1,62 @@
+"""Where a response ends: EOS ids, stop strings across token borders, and the decoded text."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+_MAX_BYTES_PER_CHARACTER = 4
+
+
+class StopStrings:
+    """Finds the first token after which a response's text holds a stop string.
+
+    Only the last few tokens are decoded at each step: each token that is not special carries at least one byte of text,
+    so a stop string of b bytes that has just been completed begins within the last b of them.
+    """
+
+    def __init__(self, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+        self._stop = tuple(stop)
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self._special_ids = frozenset(tokenizer.all_special_ids) | {id for id, token in added.items() if token.special}
+        longest = max((len(text.encode()) for text in stop), default=0)
+        # The first tokens of a window may be the tail of a character, or lose a leading space.
+        self._window_tokens = longest + _MAX_BYTES_PER_CHARACTER
+
+    def ends(self, token_ids: Sequence[int]) -> bool:
+        """Whether the text of `token_ids` holds a stop string, given that it did not before the last token."""
+        if not self._stop:
+            return False
+        tail: list[int] = []
+        for token in reversed(token_ids):
+            if token not in self._special_ids:
+                tail.append(token)
+                if len(tail) == self._window_tokens:
+                    break
+        window = decode(self._tokenizer, tail[::-1])
+        if not any(text in window for text in self._stop):
+            return False
+        return self.cut(decode(self._tokenizer, token_ids)) is not None
+
+    def cut(self, text: str) -> str | None:
+        """`text` up to and including the stop string that ends first; None where it holds none."""
+        ends = [at + len(stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        return text[: min(ends)] if ends else None
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """The text of `token_ids` without special tokens, spaces left as they are."""
+    text = tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str), f"one sequence decodes to one string, got {type(text).__name__}"
+    return text
+
+
+def eos_token_ids(configured: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids that end a response: those of the model's generation config, or else the tokenizer's; may be empty."""
+    own = tokenizer.eos_token_id
+    assert own is None or isinstance(own, int), f"a tokenizer has one EOS id, got {own!r}"
+    chosen = own if configured is None else configured
+    if chosen is None:
+        return frozenset()
+    ids = [chosen] if isinstance(chosen, int) else chosen
+    return frozenset(token for token in ids if token >= 0)
