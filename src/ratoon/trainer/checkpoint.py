@@ -125,7 +125,7 @@ def latest_checkpoint(folder: Path, *, warn: Callable[[str], object] = warnings.
         warn(f"checkpoint {path} is damaged and was passed over: {damage}")
     if damages:
         raise UserError(
-            f"all {len(candidates)} checkpoints in {folder} are damaged, the newest because {damages[0]}; "
+            f"every checkpoint in {folder} is damaged, the newest of {len(damages)} thus: {damages[0]}; "
             "put back a whole copy, or start anew with --fresh"
         )
     return None
@@ -154,14 +154,15 @@ def find_damage(path: Path, *, read_bytes: bool = True) -> str | None:
     manifest_path = path / MANIFEST
     try:
         manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
-        files: dict[str, dict[str, Any]] = manifest["files"]
-        version = manifest["format_version"]
+        version, step, files, digest = (manifest[key] for key in ("format_version", "step", "files", "digest"))
     except (FileNotFoundError, NotADirectoryError):
         return f"it has no {MANIFEST}"
     except (ValueError, KeyError, TypeError):
         return f"its {MANIFEST} cannot be read"
     if version != FORMAT_VERSION:
         return f"its format is version {version}, and this version of ratoon reads {FORMAT_VERSION}"
+    if digest != _manifest_digest(step, files) or checkpoint_step(path) not in (None, step):
+        return f"its {MANIFEST} was changed, or is another checkpoint's"
     for name, entry in files.items():
         file = path / name
         if not file.is_file():
@@ -215,8 +216,18 @@ def _write_manifest(folder: Path, step: int) -> None:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files}
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "files": files,
+        "digest": _manifest_digest(step, files),
+    }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def _manifest_digest(step: int, files: Any) -> str:
+    """Shows a changed manifest for what it is, instead of accusing the files it lists."""
+    return hashlib.sha256(json.dumps([step, files], sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -44,9 +44,10 @@ def join_state(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 def _take_apart(node: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(node, Tensor):
+        name = f"{len(tensors)}:{where}"  # numbered: the places {"a.b": ...} and {"a": {"b": ...}} read alike
         # A copy: safetensors refuses tensors that share memory, and training goes on.
-        tensors[where] = node.detach().to("cpu", copy=True).contiguous()
-        return {_TENSOR: where}
+        tensors[name] = node.detach().to("cpu", copy=True).contiguous()
+        return {_TENSOR: name}
     if node is None or isinstance(node, bool | int | str):
         return node
     if isinstance(node, float):

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ratoon.view.final_page import final_page
+    from ratoon.view.page import final_page
     from ratoon.view.run_log import RunLog
     from ratoon.view.run_view import RunView
     from ratoon.view.summary import RunSummary, StepReport
@@ -14,7 +14,7 @@ _HOMES = {
     "RunSummary": "summary",
     "RunView": "run_view",
     "StepReport": "summary",
-    "final_page": "final_page",
+    "final_page": "page",
 }
 
 __all__ = ["RunLog", "RunSummary", "RunView", "StepReport", "final_page"]

@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from ratoon.view.final_page import final_page
+from ratoon.view.page import final_page
 from ratoon.view.summary import RunSummary, StepReport
 from ratoon.view.text import bar, duration, key_values, sparkline
 
