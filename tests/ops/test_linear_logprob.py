@@ -267,6 +267,15 @@ def assert_same_grads(base: Tensor, make_inputs: Any, case: Case) -> None:
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-12)
 
 
+def test_results_may_be_changed_in_place():
+    """A caller that masks or scales the vectors it got does not spoil the gradient."""
+    case = make_case(6, 5, 23)
+    hidden_MC = case.hidden_MC.clone().requires_grad_()
+    logprobs_M, entropy_M = linear_logprob(hidden_MC, case.weight_VC, case.target_M)
+    (logprobs_M.mul_(case.loss_weights_2M[0]) + entropy_M.mul_(case.loss_weights_2M[1])).sum().backward()
+    torch.testing.assert_close(hidden_MC.grad, run_eager(case).grad_hidden_MC, rtol=1e-12, atol=1e-12)
+
+
 def test_tied_weight_collects_both_gradients():
     """An embedding that is also the head: the op's gradient is added to the embedding's."""
     case = make_case(6, 5, 23)

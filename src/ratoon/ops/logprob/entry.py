@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ratoon.ops.logprob.gradients import RowGrads, Wanted, input_grads
 from ratoon.ops.logprob.projection import Projection
-from ratoon.ops.logprob.scoring import Scores, score
+from ratoon.ops.logprob.scoring import SoftmaxStats, score
 from ratoon.ops.logprob.transform import LogitTransform
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -41,15 +41,15 @@ def linear_logprob(
     hidden_MC: [M, C], fp64, fp32, bf16 or fp16; M may be 0.
     weight_VC: [V, C], hidden's dtype and device: a language model's output embedding.
     target_M: [M], integers in [0, V), on hidden's device. Every row is scored: there is no ignored index.
-    temperature: finite, above 0. bias: [V], hidden's dtype; -inf masks a token, unless a softcap makes it finite.
-    logit_scale: finite. logit_softcap: finite, above 0.
+    temperature: finite, above 0. logit_scale: finite. logit_softcap: finite, above 0.
+    bias: [V], hidden's dtype; -inf masks a token (where logit_scale is above 0 and no softcap makes it finite again).
 
     Returns logprobs [M] and entropy [M], fp32 (fp64 for fp64 input). Logits and all sums are fp32 (fp64) too, also for
     bf16 and fp16 input; only on CUDA does the logits' gradient enter the matrix products in the input's dtype.
     Probabilities below 2^-64 (fp64: 2^-512) count as 0.
 
     Both results are differentiable once, with respect to hidden, weight and bias; gradients that nobody needs are not
-    computed. Backward computes the logits again: forward keeps four numbers a row. Besides the gradients themselves,
+    computed. Backward computes the logits again: forward keeps three numbers a row. Besides the gradients themselves,
     both take a few tiles of logits (`tiling`) and, for bf16 and fp16, one [M, C] and one piece of the weight in fp32.
 
     A target outside [0, V) raises ValueError on the CPU. On CUDA nothing waits for the device, so there the row's
@@ -115,7 +115,7 @@ def _checked_transform(temperature: float, logit_scale: float, logit_softcap: fl
 
 
 class _LinearLogprob(torch.autograd.Function):
-    """Keeps its inputs and four numbers a row, the results among them, between forward and backward."""
+    """Keeps its inputs and three numbers a row between forward and backward."""
 
     @staticmethod
     def forward(
@@ -127,8 +127,10 @@ class _LinearLogprob(torch.autograd.Function):
         transform: LogitTransform,
     ) -> tuple[Tensor, Tensor]:
         scores = score(Projection.build(hidden_MC, weight_VC, bias_V, target_M, transform))
-        kept_of_scores = (scores.logprobs_M, scores.entropy_M, scores.max_M, scores.exp_sum_M)
-        ctx.save_for_backward(hidden_MC, weight_VC, bias_V, target_M, *kept_of_scores)
+        softmax = scores.softmax
+        # Neither result is kept, so both may be changed in place.
+        kept_M = (softmax.max_M, softmax.exp_sum_M, softmax.mean_bits_M)
+        ctx.save_for_backward(hidden_MC, weight_VC, bias_V, target_M, *kept_M)
         ctx.transform = transform
         # An output that the loss does not use has the gradient None, and its terms are skipped.
         ctx.set_materialize_grads(False)
@@ -144,10 +146,10 @@ class _LinearLogprob(torch.autograd.Function):
         grad_logprobs_M, grad_entropy_M = grad_outputs
         if grad_logprobs_M is None and grad_entropy_M is None:
             return None, None, None, None, None
-        hidden_MC, weight_VC, bias_V, target_M, *kept_of_scores = ctx.saved_tensors
+        hidden_MC, weight_VC, bias_V, target_M, *kept_M = ctx.saved_tensors
         grads = input_grads(
             Projection.build(hidden_MC, weight_VC, bias_V, target_M, ctx.transform),
-            RowGrads.build(Scores(*kept_of_scores), grad_logprobs_M, grad_entropy_M),
+            RowGrads.build(SoftmaxStats(*kept_M), grad_logprobs_M, grad_entropy_M),
             Wanted(*ctx.needs_input_grad[:3]),
         )
         dtype = hidden_MC.dtype

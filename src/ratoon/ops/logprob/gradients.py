@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ratoon.ops.logprob.projection import Projection, Range, add_product_, bits_below_max, tile_of
-from ratoon.ops.logprob.scoring import Scores
+from ratoon.ops.logprob.scoring import SoftmaxStats
 from ratoon.ops.logprob.transform import LN_2
 
 
@@ -19,8 +19,8 @@ class RowGrads:
     With p = softmax(logits) and target t, in nats:
     d loss / d logit_j = grad_logprob * (1[j = t] - p_j) - grad_entropy * p_j * (log p_j + entropy).
 
-    With e = 2^d for d = `bits_below_max`, p is e / exp_sum and log p is ln 2 * (d - log2 exp_sum): the maximum, which
-    may be large, is subtracted by itself, and the rest goes into factors of the row.
+    With e = 2^d for d = `bits_below_max`, p is e / exp_sum and log p + entropy is ln 2 * (d - mean d): the maximum,
+    which may be large, is subtracted by itself, and the rest goes into factors of the row.
     """
 
     max_M: Tensor
@@ -36,17 +36,18 @@ class RowGrads:
     """What multiplies e * d; None when the entropy was not used."""
 
     @classmethod
-    def build(cls, scores: Scores, grad_logprobs_M: Tensor | None, grad_entropy_M: Tensor | None) -> "RowGrads":
+    def build(cls, softmax: SoftmaxStats, grad_logprobs_M: Tensor | None, grad_entropy_M: Tensor | None) -> "RowGrads":
         """A gradient that is None was not used by the loss, and its terms are skipped."""
-        per_p_M = torch.zeros_like(scores.exp_sum_M) if grad_logprobs_M is None else -grad_logprobs_M
+        per_p_M = torch.zeros_like(softmax.exp_sum_M) if grad_logprobs_M is None else -grad_logprobs_M
         per_e_d_M = None
         if grad_entropy_M is not None:
-            per_p_M = per_p_M - grad_entropy_M * (scores.entropy_M - LN_2 * scores.exp_sum_M.log2())
-            per_e_d_M = grad_entropy_M * -LN_2 / scores.exp_sum_M
+            per_p_d_M = grad_entropy_M * -LN_2
+            per_p_M = per_p_M - per_p_d_M * softmax.mean_bits_M
+            per_e_d_M = per_p_d_M / softmax.exp_sum_M
         return cls(
-            max_M=scores.max_M,
+            max_M=softmax.max_M,
             at_target_M=grad_logprobs_M,
-            per_e_M=per_p_M / scores.exp_sum_M,
+            per_e_M=per_p_M / softmax.exp_sum_M,
             per_e_d_M=per_e_d_M,
         )
 

@@ -15,6 +15,20 @@ _BELOW_ANY_LOGIT = -1e30
 
 
 @dataclass(frozen=True, slots=True)
+class SoftmaxStats:
+    """What backward needs to know of each row's softmax; all [M], in the accumulation dtype."""
+
+    max_M: Tensor
+    """The row's largest y of `LogitTransform`."""
+
+    exp_sum_M: Tensor
+    """Sum over the vocabulary of 2^d for d = `bits_below_max`: 1 at least, but for rounding."""
+
+    mean_bits_M: Tensor
+    """Mean of d under the softmax."""
+
+
+@dataclass(frozen=True, slots=True)
 class Scores:
     """What the forward pass leaves behind; all [M], in the accumulation dtype."""
 
@@ -24,11 +38,7 @@ class Scores:
     entropy_M: Tensor
     """Nats."""
 
-    max_M: Tensor
-    """The row's largest y of `LogitTransform`."""
-
-    exp_sum_M: Tensor
-    """Sum over the vocabulary of 2^d for d = `bits_below_max`: 1 at least, but for rounding."""
+    softmax: SoftmaxStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +99,11 @@ class _RunningSums:
         log_sum_M = self.exp_sum_M.log2()
         offset_M = self.max_M * -self.transform.gain_out_bits
         target_bits_M = torch.add(offset_M, self.target_M, alpha=self.transform.gain_out_bits)
+        mean_bits_M = self.weighted_sum_M / self.exp_sum_M
         return Scores(
             logprobs_M=target_bits_M.sub_(log_sum_M).mul_(LN_2).clamp_(max=0),
-            entropy_M=(log_sum_M - self.weighted_sum_M / self.exp_sum_M).mul_(LN_2).clamp_(min=0),
-            max_M=self.max_M,
-            exp_sum_M=self.exp_sum_M,
+            entropy_M=(log_sum_M - mean_bits_M).mul_(LN_2).clamp_(min=0),
+            softmax=SoftmaxStats(self.max_M, self.exp_sum_M, mean_bits_M),
         )
 
 
