@@ -7,7 +7,7 @@ Everything here runs on the engine's one thread.
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 
 from transformers import PreTrainedModel
@@ -66,28 +66,21 @@ class _Waiting:
         return len(self.group.drafts) - self.num_admitted
 
 
-@dataclass(slots=True)
 class GenerationBatch:
     """Admits groups first come, first served, when every block they may need is free: nothing is ever preempted."""
 
-    model: PreTrainedModel
-    """In eval mode, with `paged_attention`."""
-
-    max_concurrent_responses: int
-    cache_tokens: int | None
-    layout: CacheLayout
-    _processor: ContinuousBatchProcessor | None = None
-    _num_blocks: int = 0
-    _longest_request: int = 0
-    """Tokens of the longest prompt and response the cache was built for."""
-
-    _waiting: deque[_Waiting] = field(default_factory=deque)
-    _shares: list[_Share] = field(default_factory=list)
-    _num_requests: int = 0
-
-    @classmethod
-    def over(cls, model: PreTrainedModel, max_concurrent_responses: int, cache_tokens: int | None) -> "GenerationBatch":
-        return cls(model, max_concurrent_responses, cache_tokens, cache_layout(model))
+    def __init__(self, model: PreTrainedModel, max_concurrent_responses: int, cache_tokens: int | None) -> None:
+        """model: in eval mode, with `paged_attention`."""
+        self.layout = cache_layout(model)
+        self._model = model
+        self._max_concurrent_responses = max_concurrent_responses
+        self._cache_tokens = cache_tokens
+        self._processor: ContinuousBatchProcessor | None = None
+        self._num_blocks = 0
+        self._longest_request = 0
+        self._waiting: deque[_Waiting] = deque()
+        self._shares: list[_Share] = []
+        self._num_requests = 0
 
     @property
     def num_running(self) -> int:
@@ -95,14 +88,14 @@ class GenerationBatch:
 
     def check_fits(self, prompt_id: str | int, num_prompt_tokens: int, max_response_tokens: int) -> None:
         """Raise UserError where `cache_tokens` cannot hold even one response."""
-        if self.cache_tokens is None:
+        if self._cache_tokens is None:
             return
         needed = self.layout.blocks(num_prompt_tokens, max_response_tokens, 1)
-        if needed > self.layout.tokens_to_blocks(self.cache_tokens):
+        if needed > self.layout.tokens_to_blocks(self._cache_tokens):
             raise UserError(
                 f"prompt {prompt_id!r} of {num_prompt_tokens:,} tokens with a response of up to "
                 f"{max_response_tokens:,} needs {self.layout.blocks_to_tokens(needed):,} cache tokens, over "
-                f"rollout.cache_tokens={self.cache_tokens:,}; raise it, lower rollout.max_response_tokens, or drop "
+                f"rollout.cache_tokens={self._cache_tokens:,}; raise it, lower rollout.max_response_tokens, or drop "
                 "the prompt"
             )
 
@@ -149,7 +142,7 @@ class GenerationBatch:
         assert processor is not None, "responses were admitted without a cache"
         if not processor.prepare_next_batch():
             raise RolloutError(f"continuous batching scheduled none of {self.num_running} open responses")
-        processor._generation_step(self.model)
+        processor._generation_step(self._model)
         processor.update_batch()
 
     def _fail(self, error: Exception) -> StepReport:
@@ -197,19 +190,19 @@ class GenerationBatch:
         self._longest_request = max(longest, self._longest_request)
         self._processor = None  # frees the old cache before the new one is made
         self._processor = build_processor(
-            self.model, self._num_blocks, self.max_concurrent_responses, self._longest_request
+            self._model, self._num_blocks, self._max_concurrent_responses, self._longest_request
         )
         return True
 
     def _wanted_blocks(self) -> int:
-        if self.cache_tokens is not None:
-            return self.layout.tokens_to_blocks(self.cache_tokens)
+        if self._cache_tokens is not None:
+            return self.layout.tokens_to_blocks(self._cache_tokens)
         num_open = self.num_running + sum(waiting.num_left for waiting in self._waiting)
         widest = 0.0
         for waiting in self._waiting:
-            num_responses = min(waiting.num_left, self.max_concurrent_responses)
+            num_responses = min(waiting.num_left, self._max_concurrent_responses)
             widest = max(widest, self._needed(waiting.group, num_responses) / num_responses)
-        return ceil(widest * min(num_open, self.max_concurrent_responses))
+        return ceil(widest * min(num_open, self._max_concurrent_responses))
 
     def _needed(self, group: GroupDraft, num_responses: int) -> int:
         return self.layout.blocks(group.prompt.num_tokens, group.max_response_tokens, num_responses)
@@ -217,10 +210,10 @@ class GenerationBatch:
     def _admissible(self, waiting: _Waiting) -> int:
         """Responses of the group to start now, as many as can ever run together; 0 to wait."""
         free_blocks = self._num_blocks - sum(share.reserved_blocks for share in self._shares)
-        num_responses = min(waiting.num_left, self.max_concurrent_responses)
+        num_responses = min(waiting.num_left, self._max_concurrent_responses)
         while num_responses > 1 and self._needed(waiting.group, num_responses) > self._num_blocks:
             num_responses -= 1
-        has_slots = self.num_running + num_responses <= self.max_concurrent_responses
+        has_slots = self.num_running + num_responses <= self._max_concurrent_responses
         return num_responses if has_slots and self._needed(waiting.group, num_responses) <= free_blocks else 0
 
     def _start(self, waiting: _Waiting, num_responses: int) -> None:

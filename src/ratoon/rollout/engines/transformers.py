@@ -48,7 +48,7 @@ class TransformersEngine:
         self._tokenizer = tokenizer
         self._twin = twin_of(model, PAGED_ATTENTION)
         self._stamp = PolicyStamp()
-        self._batch = GenerationBatch.over(self._twin, config.max_concurrent_responses, config.cache_tokens)
+        self._batch = GenerationBatch(self._twin, config.max_concurrent_responses, config.cache_tokens)
         generation_config = model.generation_config
         configured = None if generation_config is None else generation_config.eos_token_id
         self._eos_ids = eos_token_ids(configured, tokenizer)

