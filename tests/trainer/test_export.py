@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,18 @@ def test_a_run_without_a_checkpoint_is_named(tmp_path: Path):
     with pytest.raises(UserError, match=r"run holds no finished checkpoint"):
         export_checkpoint(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_goes_while_it_is_copied_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run that still trains removes its older checkpoints."""
+    path = save(tmp_path, 1, tiny_model())
+    copy = shutil.copyfile
+
+    def remove_and_copy(source: Path, target: Path) -> None:
+        shutil.rmtree(path)
+        copy(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", remove_and_copy)
+    with pytest.raises(UserError, match=r"step-000001 was removed while it was copied"):
+        export_checkpoint(tmp_path, tmp_path / "out")
+    assert not [name for name in os.listdir(tmp_path) if "out" in name]

@@ -57,7 +57,7 @@ def test_phases_stand_by_size_and_add_up_to_the_wall_clock():
 
 def test_phases_that_overlap_do_not_pass_100_percent():
     lines = page(replace(SUMMARY, wall_s=100.0))
-    assert line_with(lines, "everything else").split()[2:4] == ["0.0s", "0.0%"]
+    assert not any("everything else" in line for line in lines)
     assert "46.9%" in line_with(lines, "  update    ")  # 80 of 170.5 measured seconds
 
 

@@ -33,7 +33,6 @@ FREE_BYTES_MARGIN = 64 * 1024 * 1024
 
 _TENSORS, _SKELETON, _POSITION = "tensors.safetensors", "state.json", "position.json"
 _NAME = re.compile(r"step-(\d{6,})")
-_REPLACED_PREFIX = ".replaced-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +76,20 @@ def save_checkpoint(
     position: plain JSON: where the run stands in the data.
     keep_last: complete checkpoints that stay, this one included.
 
-    Call it on one rank. An existing checkpoint of this step is replaced. Raises UserError when the disk is too small,
-    and whatever else goes wrong as it is; in each case the earlier checkpoints are untouched.
+    Call it on one rank. A whole checkpoint of this step that is there already stays, a damaged one is replaced.
+    Raises UserError when the disk is too small, and whatever else goes wrong as it is; in each case the earlier
+    checkpoints are untouched.
     """
     if keep_last < 1:
         raise ValueError(f"trainer.keep_checkpoints must be at least 1, got {keep_last}")
     assert step >= 0, f"a step is counted from 0, got {step}"
     folder.mkdir(parents=True, exist_ok=True)
     clean_leftovers(folder)
+    final = folder / checkpoint_name(step)
+    if final.exists():
+        if find_damage(final) is None:
+            return final
+        _remove(final)
     num_bytes = model_bytes + state_bytes(state)
     _require_free_bytes(folder, num_bytes)
     partial = folder / (PARTIAL_PREFIX + checkpoint_name(step))
@@ -94,7 +99,8 @@ def save_checkpoint(
         _write_state(partial / STATE_FOLDER, state, position)
         _write_manifest(partial, step)
         fsync_tree(partial)
-        path = _put_in_place(partial, folder / checkpoint_name(step))
+        partial.rename(final)
+        fsync_folder(folder)
     except (OSError, SafetensorError) as error:
         if _is_disk_full(error):
             raise UserError(
@@ -105,8 +111,8 @@ def save_checkpoint(
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    _remove_old(folder, newest=path, keep_last=keep_last)
-    return path
+    _remove_old(folder, newest=final, keep_last=keep_last)
+    return final
 
 
 def latest_checkpoint(folder: Path, *, warn: Callable[[str], object] = warnings.warn) -> Path | None:
@@ -175,18 +181,12 @@ def find_damage(path: Path, *, read_bytes: bool = True) -> str | None:
 
 
 def clean_leftovers(folder: Path) -> None:
-    """Removes what killed processes left half written or half removed. Complete checkpoints are untouched."""
-    if not folder.is_dir():
-        return
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(_REPLACED_PREFIX):
-            final = folder / path.name.removeprefix(_REPLACED_PREFIX)
-            if final.exists():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.rename(final)  # killed between the two renames of a replacement
-        elif path.name.startswith(PARTIAL_PREFIX):
-            shutil.rmtree(path, ignore_errors=True)
+    """Removes what killed processes left half written or half removed; complete checkpoints are untouched.
+
+    Only for the process that writes to `folder`: another one's half-written checkpoint would go too.
+    """
+    for path in folder.glob(PARTIAL_PREFIX + "*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def model_files(path: Path) -> list[Path]:
@@ -235,16 +235,6 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _put_in_place(partial: Path, final: Path) -> Path:
-    replaced = final.with_name(_REPLACED_PREFIX + final.name)
-    if final.exists():
-        final.rename(replaced)
-    partial.rename(final)
-    fsync_folder(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-    return final
-
-
 def _remove_old(folder: Path, *, newest: Path, keep_last: int) -> None:
     """Removes what is older than the last `keep_last` complete checkpoints, damaged ones too."""
     by_step = _by_step(folder)
@@ -252,12 +242,18 @@ def _remove_old(folder: Path, *, newest: Path, keep_last: int) -> None:
     complete = [path for path in older if find_damage(path, read_bytes=False) is None]
     kept = complete[max(len(complete) - (keep_last - 1), 0) :]
     for path in older:
-        if path in kept:
-            continue
-        # Renamed first: a process killed in between leaves a leftover, not a damaged checkpoint.
-        doomed = folder / (PARTIAL_PREFIX + "removed-" + path.name)
-        path.rename(doomed)
+        if path not in kept:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    # Renamed first: a process killed in between leaves a leftover, not a damaged checkpoint.
+    doomed = path.with_name(PARTIAL_PREFIX + "removed-" + path.name)
+    path.rename(doomed)
+    if doomed.is_dir():
         shutil.rmtree(doomed, ignore_errors=True)
+    else:
+        doomed.unlink()
 
 
 def _require_free_bytes(folder: Path, num_bytes: int) -> None:

@@ -35,6 +35,11 @@ def export_checkpoint(source: Path, out_dir: Path, *, warn: Callable[[str], obje
         fsync_tree(partial)
         partial.rename(target)
         fsync_folder(target.parent)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"checkpoint {checkpoint} was removed while it was copied, by the run that goes on writing newer ones; "
+            "export again"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out_dir

@@ -78,7 +78,8 @@ def _time_lines(summary: RunSummary, ascii_only: bool) -> list[PageLine]:
     total_s = max(summary.wall_s, measured_s)
     if total_s <= 0:
         return []
-    phases.append(("(everything else)", total_s - measured_s))
+    if total_s - measured_s >= 0.05:
+        phases.append(("(everything else)", total_s - measured_s))
     lines = [PageLine("Where the time went", "bold")]
     for phase, seconds in phases:
         fraction = seconds / total_s
