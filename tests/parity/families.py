@@ -59,7 +59,7 @@ HYBRID: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": 4,
 }
-NO_YARN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+NO_YARN: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,18 +21,19 @@ from transformers import PreTrainedModel
 
 from ratoon.layout import PackedLayout, pack_groups, pack_sequences
 from ratoon.models import attach, forward_logprobs, set_recompute, stock_attention
+from ratoon.models.config import Recompute
 from ratoon.types import Prompt, Response, RolloutGroup
 
 torch.set_num_threads(1)
 
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 def group(rng: np.random.Generator, prompt: list[int] | int, response_lengths: list[int]) -> RolloutGroup:
-    def draw(length: int) -> list[int]:
-        return rng.integers(3, VOCAB_SIZE, length).tolist()
+    def draw(length: int) -> np.ndarray:
+        return rng.integers(3, VOCAB_SIZE, length)
 
-    prompt_ids = draw(prompt) if isinstance(prompt, int) else prompt
+    prompt_ids = draw(prompt) if isinstance(prompt, int) else np.asarray(prompt)
     return RolloutGroup(Prompt("p", prompt_ids), tuple(Response(draw(length)) for length in response_lengths))
 
 
@@ -108,7 +109,7 @@ def assert_parity(ours: tuple[Any, Any], stock: tuple[Any, Any], where: str) -> 
         assert error <= 1e-9 * scale, f"{where}: gradient of {name} is off by {error:.1e} of {scale:.1e}"
 
 
-def check_family(name: str, impl: str, layouts: list[PackedLayout], modes: tuple[str, ...]) -> None:
+def check_family(name: str, impl: str, layouts: list[PackedLayout], modes: tuple[Recompute, ...]) -> None:
     model = attach(build_model(name), impl).train()
     for index, layout in enumerate(layouts):
         weight_M = torch.randn(layout.num_scored, dtype=torch.float64, generator=torch.Generator().manual_seed(index))

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from ratoon.models.forest import Forest
     from ratoon.models.forward import forward_logprobs
     from ratoon.models.fresh import build_fresh
-    from ratoon.models.interface import stock_attention
+    from ratoon.models.interface import attention_choices, stock_attention
     from ratoon.models.load import align_eos, load_policy, load_tokenizer
     from ratoon.models.model_files import resolve_model_path
     from ratoon.models.recompute import set_recompute
@@ -22,6 +22,7 @@ _HOMES = {
     "ModelConfig": "config",
     "align_eos": "load",
     "attach": "attachment",
+    "attention_choices": "interface",
     "build_fresh": "fresh",
     "fix_rope": "rope",
     "forward_logprobs": "forward",
@@ -39,6 +40,7 @@ __all__ = [
     "ModelConfig",
     "align_eos",
     "attach",
+    "attention_choices",
     "build_fresh",
     "fix_rope",
     "forward_logprobs",

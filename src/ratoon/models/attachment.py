@@ -30,19 +30,20 @@ def attach(model: PreTrainedModel, impl: str = "auto") -> PreTrainedModel:
     register_attention()
     before = vars(model).get("_ratoon_attachment")
     previous_implementation = model.config._attn_implementation
+    assert previous_implementation is not None, "transformers gives every model an attention implementation"
     hook = None
     if not is_attached(model):
         hook = model.base_model.register_forward_pre_hook(check_inputs, with_kwargs=True)
     attachment = Attachment(
         impl=impl,
-        attention_classes=frozenset(),
+        calls=(),
         logit_scale=_logit_scale(model.config),
         logit_softcap=setting(model.config, "final_logit_softcapping"),
     )
     vars(model)["_ratoon_attachment"] = attachment
     try:
         model.set_attn_implementation(IMPLEMENTATION)
-        attention_classes = check_against_stock(model)
+        calls = check_against_stock(model)
     except BaseException:
         model.set_attn_implementation(previous_implementation)
         if hook is not None:
@@ -51,7 +52,7 @@ def attach(model: PreTrainedModel, impl: str = "auto") -> PreTrainedModel:
         if before is None:
             del vars(model)["_ratoon_attachment"]
         raise
-    vars(model)["_ratoon_attachment"] = replace(attachment, attention_classes=attention_classes)
+    vars(model)["_ratoon_attachment"] = replace(attachment, calls=calls)
     return model
 
 

@@ -8,8 +8,17 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ratoon.attention import AttentionPlan
+from ratoon.attention import AttentionPlan, AttentionRequest
 from ratoon.layout import PackedLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """What one layer asks of its attention."""
+
+    module_class: type[nn.Module]
+    window: int | None
+    request: AttentionRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,8 +38,8 @@ class Forest:
     positions_1T: Tensor
     """[1, T] int64. Logical positions: a response continues its prompt's."""
 
-    calls: list[tuple[type[nn.Module], int | None]] | None = None
-    """Where a list is given, each attention call adds its module's class and its window."""
+    calls: list[AttentionCall] | None = None
+    """Where a list is given, each attention call is added to it."""
 
     _plans: dict[int | None, AttentionPlan] = field(default_factory=dict)
 
@@ -50,7 +59,3 @@ class Forest:
         if window not in self._plans:
             self._plans[window] = AttentionPlan.build(self.layout, device=self.device, window=window)
         return self._plans[window]
-
-    def note_call(self, module: nn.Module, window: int | None) -> None:
-        if self.calls is not None:
-            self.calls.append((type(module), window))

@@ -3,13 +3,12 @@
 # Shape letters: T rows, M scored tokens, C channels, V vocabulary.
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ratoon.layout import PackedLayout
 from ratoon.models.forest import Forest
-from ratoon.models.interface import attachment_of
+from ratoon.models.interface import attachment_of, head_of
 from ratoon.ops import linear_logprob
 
 
@@ -23,21 +22,19 @@ def forward_logprobs(model: PreTrainedModel, layout: PackedLayout, temperature: 
     in the model's vocabulary.
     """
     attachment = attachment_of(model)
-    head = model.get_output_embeddings()
+    head = head_of(model)
     _check_vocabulary(layout, head.weight.shape[0])
     if layout.num_scored == 0:
         dtype = torch.promote_types(head.weight.dtype, torch.float32)
         empty_M = torch.zeros(0, dtype=dtype, device=head.weight.device)
         return empty_M, empty_M.clone()
-    device = model.get_input_embeddings().weight.device
-    return score_forest(model, Forest.build(layout, device=device, impl=attachment.impl), temperature)
+    return score_forest(model, Forest.build(layout, device=model.device, impl=attachment.impl), temperature)
 
 
 def score_forest(model: PreTrainedModel, forest: Forest, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """`forward_logprobs` of a layout that is already on its device and has a scored token."""
     attachment = attachment_of(model)
-    head = model.get_output_embeddings()
-    assert isinstance(head, nn.Linear), f"attach accepted a head of type {type(head).__name__}"
+    head = head_of(model)
     hidden_TC = model.base_model(input_ids=forest.token_ids_1T, forest=forest, use_cache=False)[0][0]
     predictor_row_M = torch.tensor(forest.layout.predictor_row_M, device=hidden_TC.device, dtype=torch.int64)
     return linear_logprob(

@@ -20,9 +20,10 @@ def build_fresh(config: FreshModelConfig, seed: int) -> tuple[PreTrainedModel, P
 
     The weights follow `seed` alone, and the global random state stays as it was. The model is not attached yet.
     """
-    tokenizer = _build_tokenizer(config)
+    vocabulary = [PAD_TOKEN, EOS_TOKEN, UNK_TOKEN, *config.alphabet]
+    tokenizer = _build_tokenizer(vocabulary, config.max_positions)
     model_config = Qwen3Config(
-        vocab_size=len(tokenizer),
+        vocab_size=len(vocabulary),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_hidden_layers=config.num_layers,
@@ -32,8 +33,8 @@ def build_fresh(config: FreshModelConfig, seed: int) -> tuple[PreTrainedModel, P
         max_position_embeddings=config.max_positions,
         tie_word_embeddings=config.tied_embeddings,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=vocabulary.index(EOS_TOKEN),
+        pad_token_id=vocabulary.index(PAD_TOKEN),
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
@@ -42,8 +43,7 @@ def build_fresh(config: FreshModelConfig, seed: int) -> tuple[PreTrainedModel, P
     return model.eval(), tokenizer
 
 
-def _build_tokenizer(config: FreshModelConfig) -> PreTrainedTokenizerBase:
-    vocabulary = [PAD_TOKEN, EOS_TOKEN, UNK_TOKEN, *config.alphabet]
+def _build_tokenizer(vocabulary: list[str], max_positions: int) -> PreTrainedTokenizerBase:
     # BPE without merges takes a text apart into its characters, each unknown one for itself.
     backend = Tokenizer(
         models.BPE(vocab={token: index for index, token in enumerate(vocabulary)}, merges=[], unk_token=UNK_TOKEN)
@@ -54,6 +54,6 @@ def _build_tokenizer(config: FreshModelConfig) -> PreTrainedTokenizerBase:
         pad_token=PAD_TOKEN,
         eos_token=EOS_TOKEN,
         unk_token=UNK_TOKEN,
-        model_max_length=config.max_positions,
+        model_max_length=max_positions,
         clean_up_tokenization_spaces=False,
     )

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from ratoon.attention import forest_attention
-from ratoon.models.forest import Forest
+from ratoon.attention import AttentionRequest, forest_attention, resolve_impl
+from ratoon.attention.impls import Feature
+from ratoon.models.forest import AttentionCall, Forest
 
 IMPLEMENTATION = "ratoon"
 """Our name in transformers' tables of attention and mask functions."""
@@ -46,8 +47,8 @@ class Attachment:
 
     impl: str
 
-    attention_classes: frozenset[type[nn.Module]]
-    """Classes of the modules that called the attention function."""
+    calls: tuple[AttentionCall, ...]
+    """[L] what each layer asks of its attention."""
 
     logit_scale: float
     """Multiplies the head's output (Cohere; Granite divides by its inverse)."""
@@ -70,6 +71,30 @@ def attachment_of(model: PreTrainedModel) -> Attachment:
     return vars(model)["_ratoon_attachment"]
 
 
+def head_of(model: PreTrainedModel) -> nn.Linear:
+    """The layer that turns hidden states into logits."""
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear), f"attach accepted a head of type {type(head).__name__}"
+    return head
+
+
+def attention_choices(model: PreTrainedModel) -> tuple[str, ...]:
+    """Which implementation an attached model's layers get, and why: a line for each kind of layer, for logs.
+
+    A layer whose window no sequence of a layout outgrows is run as a global one.
+    """
+    attachment = attachment_of(model)
+    layers: dict[tuple[int | None, AttentionRequest], int] = {}
+    for call in attachment.calls:
+        layers[call.window, call.request] = layers.get((call.window, call.request), 0) + 1
+    lines: list[str] = []
+    for (window, request), num_layers in layers.items():
+        choice = resolve_impl(request, attachment.impl)
+        kind = "global" if window is None else f"window {window}"
+        lines.append(f"{num_layers} layers, {kind}: {choice.impl} ({choice.provider}); {choice.reason}")
+    return tuple(lines)
+
+
 @contextmanager
 def stock_attention(model: PreTrainedModel, implementation: str) -> Iterator[PreTrainedModel]:
     """Inside, an attached model runs transformers' own attention, to generate with the same weights.
@@ -78,6 +103,7 @@ def stock_attention(model: PreTrainedModel, implementation: str) -> Iterator[Pre
     restored on the way out, after an error too. Packed layouts are refused inside.
     """
     previous = model.config._attn_implementation
+    assert previous is not None, "transformers gives every model an attention implementation"
     if implementation == IMPLEMENTATION:
         raise ValueError(f"stock_attention takes the name of a transformers attention, got {implementation!r}")
     try:
@@ -206,5 +232,29 @@ def attend_forest(
         sinks_H=s_aux,
         impl=forest.impl,
     )
-    forest.note_call(module, sliding_window)
+    if forest.calls is not None:
+        forest.calls.append(_describe_call(module, query_1HTD, value_1HTD, sliding_window, softcap, s_aux))
     return out_THD[None], None
+
+
+def _describe_call(
+    module: nn.Module,
+    query_1HTD: Tensor,
+    value_1HTD: Tensor,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> AttentionCall:
+    asked: dict[Feature, bool] = {
+        "sliding window": window is not None,
+        "softcap": softcap is not None,
+        "sinks": sinks_H is not None,
+    }
+    request = AttentionRequest(
+        device_type=query_1HTD.device.type,
+        dtype=query_1HTD.dtype,
+        head_dim=query_1HTD.shape[3],
+        v_head_dim=value_1HTD.shape[3],
+        features=frozenset(feature for feature, is_asked in asked.items() if is_asked),
+    )
+    return AttentionCall(module_class=type(module), window=window, request=request)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn as nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -13,7 +14,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-
 from transformers.initialization import no_init_weights
 
 from ratoon.models.attachment import attach
@@ -55,7 +55,7 @@ def load_policy(
     model = _load_weights(folder, config, DTYPES[dtype], gguf_file, trust_remote_code)
     if gguf_file is not None:
         model = _without_quantization(model)
-    model.to(device=torch.device(device))
+    _move(model, device=torch.device(device))
     if rope_positions is not None:
         fix_rope(model, rope_positions)
     return set_recompute(attach(model, impl), recompute)
@@ -114,7 +114,7 @@ def _load_weights(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, gguf_file: str | None, trust_remote_code: bool
 ) -> PreTrainedModel:
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -122,14 +122,16 @@ def _load_weights(
             trust_remote_code=trust_remote_code,
             use_safetensors=None if gguf_file else True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             **_gguf_argument(gguf_file),
         )
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise
         raise UserError(f"{config.model_type!r} has no causal language model in transformers; use another") from error
+    model, report = loaded
     # Transformers fills what a checkpoint lacks with random numbers.
-    lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    lacking = sorted(report["missing_keys"]) + sorted(key for key, *_ in report["mismatched_keys"])
     if lacking:
         raise UserError(
             f"the weights in {str(folder)!r} do not fill the model: {len(lacking)} missing or of another shape, "
@@ -143,11 +145,17 @@ def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
     config = model.config
     vars(config).pop("quantization_config", None)
     with no_init_weights():  # neither time nor random numbers for weights that are replaced
-        plain = type(model)(config).to(dtype=model.dtype)
+        plain = type(model)(config)
+    _move(plain, dtype=model.dtype)
     plain.tie_weights()
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
     return plain.eval()
+
+
+def _move(module: nn.Module, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+    """`module.to`, in place; transformers' own signature of it is opaque to type checkers."""
+    module.to(device=device, dtype=dtype)
 
 
 def _gguf_argument(gguf_file: str | None) -> dict[str, Any]:

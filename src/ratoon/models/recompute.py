@@ -1,7 +1,7 @@
 """What the backward pass computes again instead of keeping."""
 
 from functools import cache, partial
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.nn as nn
@@ -9,10 +9,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ratoon.models.config import Recompute
 from ratoon.models.interface import attachment_of
 from ratoon.types import UserError
-
-Recompute = Literal["none", "selective", "full"]
 
 
 class Recomputed(nn.Module):
@@ -40,13 +39,13 @@ def set_recompute(model: PreTrainedModel, mode: Recompute) -> PreTrainedModel:
     """
     if mode not in get_args(Recompute):
         raise ValueError(f"recompute must be one of {', '.join(get_args(Recompute))}, got {mode!r}")
-    attention_classes = attachment_of(model).attention_classes
+    attention_classes = frozenset(call.module_class for call in attachment_of(model).calls)
     for module in model.modules():
         if isinstance(module, Recomputed):
             _restore(module)
     if mode == "none":
         return model
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise UserError(
             f"{type(model).__name__} does not mark its layers for recomputation; use recompute = 'none' with it"
@@ -54,7 +53,7 @@ def set_recompute(model: PreTrainedModel, mode: Recompute) -> PreTrainedModel:
     for layer in layers:
         chosen = [layer] if mode == "full" else _norms_and_mlps(layer, attention_classes)
         for module in chosen:
-            module.__class__ = _recomputed_class(type(module))
+            _change_class(module, _recomputed_class(type(module)))
     return model
 
 
@@ -82,4 +81,8 @@ def _restore(module: nn.Module) -> None:
         raise ValueError(
             f"{type(module).__name__} was sharded or wrapped after set_recompute; set recompute before that"
         )
-    module.__class__ = plain
+    _change_class(module, plain)
+
+
+def _change_class(module: nn.Module, to: type[nn.Module]) -> None:
+    module.__class__ = to

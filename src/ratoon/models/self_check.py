@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.nn as nn
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ratoon.layout import pack_groups
-from ratoon.models.forest import Forest
+from ratoon.models.forest import AttentionCall, Forest
 from ratoon.models.forward import score_forest
 from ratoon.models.interface import attachment_of, stock_attention
 from ratoon.models.shape import layer_windows, model_shape
@@ -26,17 +25,17 @@ in float32 whatever the dtype, so float64 cannot be held to its own precision.""
 
 
 @torch.no_grad()
-def check_against_stock(model: PreTrainedModel) -> frozenset[type[nn.Module]]:
+def check_against_stock(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
     """Raises UserError unless an attached model scores a small forest as its own eager attention scores each sequence.
 
     Also changes one response's tokens and asks that no other response notices, which finds a leak that
-    low precision would hide. Returns the classes of the modules that attended.
+    low precision would hide. Returns what each layer asked of its attention.
     """
     name = type(model).__name__
     vocab_size = model_shape(model.config).vocab_size
     groups = _groups(vocab_size, last_seed=0)
     with _evaluation(model):
-        calls: list[tuple[type[nn.Module], int | None]] = []
+        calls: list[AttentionCall] = []
         logprobs_M = _score(model, groups, calls)
         _check_calls(model, calls)
         with stock_attention(model, "eager"):
@@ -60,7 +59,7 @@ def check_against_stock(model: PreTrainedModel) -> frozenset[type[nn.Module]]:
             f"{name} failed the check at attach time: changing one response moved another's log-probs by "
             f"{leak:.2e} nats, allowed {allowed:.2e}; its rows read rows they must not"
         )
-    return frozenset(attention_class for attention_class, _ in calls)
+    return tuple(calls)
 
 
 def _groups(vocab_size: int, last_seed: int) -> list[RolloutGroup]:
@@ -79,7 +78,7 @@ def _groups(vocab_size: int, last_seed: int) -> list[RolloutGroup]:
 def _score(
     model: PreTrainedModel,
     groups: list[RolloutGroup],
-    calls: list[tuple[type[nn.Module], int | None]] | None = None,
+    calls: list[AttentionCall] | None = None,
 ) -> Tensor:
     forest = Forest.build(pack_groups(groups), device=model.device, impl=attachment_of(model).impl)
     try:
@@ -105,7 +104,7 @@ def _score_each(model: PreTrainedModel, groups: list[RolloutGroup]) -> tuple[Ten
     return torch.cat(logprobs), half_range
 
 
-def _check_calls(model: PreTrainedModel, calls: list[tuple[type[nn.Module], int | None]]) -> None:
+def _check_calls(model: PreTrainedModel, calls: list[AttentionCall]) -> None:
     """Every layer attended through us, with the window its configuration gives it."""
     num_layers = model_shape(model.config).num_layers
     if len(calls) != num_layers:
@@ -114,7 +113,7 @@ def _check_calls(model: PreTrainedModel, calls: list[tuple[type[nn.Module], int 
             "a layer that mixes tokens in another way cannot share prompts"
         )
     windows = layer_windows(model.config) or (None,) * num_layers
-    given = tuple(window for _, window in calls)
+    given = tuple(call.window for call in calls)
     if given != windows:
         raise UserError(
             f"{type(model).__name__} hands its layers the windows {given}, its configuration says {windows}; "

@@ -1,0 +1,71 @@
+"""Log-probs and entropies of scored tokens."""
+
+# Shape letters: M scored tokens, V vocabulary.
+
+import numpy as np
+import pytest
+import torch
+from tests.parity.families import VOCAB_SIZE, build_model
+
+from ratoon.layout import PackedLayout, pack_documents, pack_groups, pack_sequences
+from ratoon.models import attach, forward_logprobs, stock_attention
+from ratoon.types import Prompt, Response, RolloutGroup
+
+torch.set_num_threads(1)
+
+SEQUENCES = [[5, 6, 7, 8, 9], [5, 6, 7, 20], [30, 31], [4]]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "granite"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_temperature_divides_the_logits_that_sampling_sees(name: str, temperature: float):
+    """Scaled (Cohere, Granite) and capped (Gemma 2) logits are what a sampler divides by the temperature."""
+    model = attach(build_model(name))
+    with torch.no_grad():
+        logprobs_M, entropy_M = forward_logprobs(model, pack_sequences(SEQUENCES), temperature)
+        done = 0
+        with stock_attention(model, "eager"):
+            for sequence in SEQUENCES:
+                ids = torch.tensor([sequence])
+                all_logprobs_MV = (model(input_ids=ids).logits[0, :-1] / temperature).log_softmax(-1)
+                part = slice(done, done + len(sequence) - 1)
+                expected_M = all_logprobs_MV.gather(1, ids[0, 1:, None])[:, 0]
+                torch.testing.assert_close(logprobs_M[part], expected_M, rtol=0, atol=1e-5)
+                expected_entropy_M = -(all_logprobs_MV.exp() * all_logprobs_MV).sum(-1)
+                torch.testing.assert_close(entropy_M[part], expected_entropy_M, rtol=0, atol=1e-5)
+                done = part.stop
+    assert done == logprobs_M.shape[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pack_groups([]),
+        pack_documents([[4], []]),
+        pack_groups([RolloutGroup(Prompt("p", np.arange(3, 7)), (Response(np.empty(0, np.int64)),))]),
+    ],
+)
+def test_nothing_to_score(layout: PackedLayout):
+    model = attach(build_model("llama", dtype=torch.bfloat16))
+    for result_M in forward_logprobs(model, layout):
+        assert result_M.shape == (0,)
+        assert result_M.dtype == torch.float32
+
+
+@pytest.mark.parametrize("bad", [[3, 4, VOCAB_SIZE], [VOCAB_SIZE, 4, 3]])
+def test_tokens_outside_the_vocabulary(bad: list[int]):
+    model = attach(build_model("llama"))
+    with pytest.raises(ValueError, match=f"token id {VOCAB_SIZE} is outside the model's vocabulary of {VOCAB_SIZE}"):
+        forward_logprobs(model, pack_documents([bad]))
+
+
+def test_windows_are_of_positions_not_of_rows():
+    """A response stored far from its prompt still sees the prompt's end."""
+    model = attach(build_model("mistral"))
+    prompt = Prompt("p", np.arange(3, 9))
+    responses = tuple(Response(np.arange(10, 10 + length)) for length in (9, 7, 2))
+    last = RolloutGroup(prompt, responses[2:])
+    with torch.no_grad():
+        together, _ = forward_logprobs(model, pack_groups([RolloutGroup(prompt, responses)]))
+        alone, _ = forward_logprobs(model, pack_groups([last]))
+    torch.testing.assert_close(together[-2:], alone, rtol=0, atol=1e-5)
