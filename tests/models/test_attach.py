@@ -268,3 +268,14 @@ def test_an_unlisted_family_is_accepted_by_the_check():
         **sizes, num_hidden_layers=2, num_attention_heads=2, hidden_dropout=0.0, attention_dropout=0.0
     )
     attach(GPTNeoXForCausalLM(config))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_oss", "mixtral"])
+def test_families_on_a_gpu(name: str):
+    """bf16 and the kernels of the machine; the check at attach time compares and looks for leaks."""
+    model = attach(build_model(name, dtype=torch.bfloat16).to("cuda"))  # pyright: ignore[reportArgumentType]
+    logprobs_M, _ = forward_logprobs(model, pack_groups(make_groups()))
+    assert logprobs_M.device.type == "cuda"
+    logprobs_M.sum().backward()
+    assert all(parameter.grad is None or bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
