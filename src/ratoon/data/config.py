@@ -86,7 +86,7 @@ class DataConfig(BaseModel):
             raise ValueError(
                 "data.system_prompt needs data.chat_template = true; in raw text, write it into data.prompt_template"
             )
-        if "over_long" in self.model_fields_set and self.max_prompt_tokens is None:
+        if self.over_long != "error" and self.max_prompt_tokens is None:
             raise ValueError("data.over_long acts on prompts over data.max_prompt_tokens, which is not set; set it")
         return self
 
@@ -102,5 +102,6 @@ class DataConfig(BaseModel):
 
     def _refuse(self, keys: tuple[str, ...], why: str) -> None:
         for key in keys:
-            if key in self.model_fields_set:
+            field = type(self).model_fields[key]
+            if getattr(self, key) != field.get_default(call_default_factory=True):
                 raise ValueError(f'data.{key} cannot act on data.source "{self.source}": {why}')

@@ -17,20 +17,28 @@ if TYPE_CHECKING:
 
 
 def supervised_examples(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, *, eos_token_id: int
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    eos_token_id: int,
+    demonstrations: Sequence[str] | None = None,
 ) -> tuple[RolloutGroup, ...]:
-    """For each prompt a group of one response: the tokens of its answer, then EOS.
+    """For each prompt a group of one response: the tokens of its demonstration, then EOS.
+
+    demonstrations: the texts to imitate, one for each prompt; the prompts' own answers when None.
 
     Packed like any group, exactly these tokens are scored. Raises UserError for prompts without an answer, and for
     answers that the tokenizer cannot write.
     """
-    missing = [prompt.id for prompt in prompts if not prompt.answer]
+    texts = [prompt.answer for prompt in prompts] if demonstrations is None else list(demonstrations)
+    missing = [prompt.id for prompt, text in zip(prompts, texts, strict=True) if not text]
     if missing:
         raise UserError(
             f"{len(missing):,} of {len(prompts):,} prompts have no answer to learn from: {name_some(missing)}; "
-            "supervised training needs data with answers (data.answer_column, or a generator that lists them)"
+            "supervised training needs data with answers (data.answer_column, or a generator that lists them), or "
+            "sft.demonstrations"
         )
-    answers = [prompt.answer for prompt in prompts if prompt.answer]
+    answers = [text for text in texts if text]
     encoded = encode_answers(answers, tokenizer)
     unreadable = [
         prompt.id

@@ -129,9 +129,19 @@ class PackedLayout:
         assert (np.diff(position_M)[step_M == 0] > 0).all(), "scored tokens must stand in position order"
         # A row predicts a token of a sequence only if that sequence runs through the row.
         last_row_M = self.segment_offsets[self.sequence_segment_N[sequence_of_M] + 1] - 1
-        assert (self.predictor_row_M <= last_row_M).all() and (
-            last_row_M < self.expiry_T[self.predictor_row_M]
-        ).all(), "a token is scored from another sequence's row"
+        runs_through_M = (self.predictor_row_M <= last_row_M) & (last_row_M < self.expiry_T[self.predictor_row_M])
+        assert runs_through_M.all(), "a token is scored from another sequence's row"
+        self._check_targets(last_row_M)
+
+    def _check_targets(self, last_row_M: IntArray) -> None:
+        """Each target is the token after its predictor row, where a neighbour in M or the sequence's end shows it."""
+        position_M = self.positions_T[self.predictor_row_M]
+        is_next_M = np.append((np.diff(self.sequence_of_M) == 0) & (np.diff(position_M) == 1), False)
+        is_last_M = position_M + 1 == self.positions_T[last_row_M]
+        assert (position_M < self.positions_T[last_row_M]).all(), "a token is scored from its sequence's last row"
+        next_row_M = np.where(is_next_M, np.append(self.predictor_row_M[1:], 0), last_row_M)
+        is_right_M = self.token_ids_T[next_row_M] == self.target_M
+        assert is_right_M[is_next_M | is_last_M].all(), "a target is not the token after its predictor row"
 
 
 def derive_positions_and_expiry(

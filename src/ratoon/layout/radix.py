@@ -49,9 +49,12 @@ def pack_sequences(sequences: Sequence[ArrayLike]) -> PackedLayout:
     offsets = np.concatenate([[0], np.cumsum(lengths)])
 
     segment_N = np.asarray([segment_of_node.get(node, -1) for node in node_of_sequence], np.int64)
-    rows = [_rows_to(int(segment), parents, offsets) for segment in segment_N]
+    rows_to = _rows_to_each(parents, offsets)
+    no_rows = np.empty(0, np.int64)
+    segments: list[int] = segment_N.tolist()
+    rows = [rows_to[segment] if segment >= 0 else no_rows for segment in segments]
     scored_lengths = [max(path.size - 1, 0) for path in rows]
-    none = [np.empty(0, np.int64)]
+    none = [no_rows]
     return build_layout(
         token_ids_T=np.concatenate(none + tokens),
         segment_lengths=lengths,
@@ -123,10 +126,10 @@ def _depth_first(nodes: list[_Node]) -> list[int]:
     return order[1:]
 
 
-def _rows_to(segment: int, parents: list[int], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The rows from the root to the end of `segment`; none for -1."""
-    ranges: list[NDArray[np.int64]] = []
-    while segment >= 0:
-        ranges.append(np.arange(offsets[segment], offsets[segment + 1], dtype=np.int64))
-        segment = parents[segment]
-    return np.concatenate(ranges[::-1]) if ranges else np.empty(0, np.int64)
+def _rows_to_each(parents: list[int], offsets: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """For each segment, the rows from its root to its end."""
+    rows: list[NDArray[np.int64]] = []
+    for segment, parent in enumerate(parents):
+        own = np.arange(offsets[segment], offsets[segment + 1], dtype=np.int64)
+        rows.append(own if parent < 0 else np.concatenate([rows[parent], own]))
+    return rows

@@ -1,5 +1,6 @@
 """Everything a recipe names that can be refused before a model loads, and then the model."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,11 +9,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ratoon.config.recipe import Recipe
 from ratoon.data import PromptSplit, load_prompts, supervised_examples
+from ratoon.loop.demonstrations import demonstrations_of
 from ratoon.models import align_eos, attach, build_fresh, load_policy, load_tokenizer, set_recompute
 from ratoon.models.load import DTYPES
-from ratoon.rewards import build_reward_fn
+from ratoon.rewards import build_reward_fn, check_prompts
 from ratoon.types.errors import UserError
 from ratoon.types.protocols import RewardFn
+from ratoon.types.rollouts import Prompt, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +25,23 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSplit
     reward_fn: RewardFn
+    demonstrations: Mapping[str | int, str]
+    """By prompt id, what the supervised warm start imitates; empty without that stage."""
 
     @property
     def eos_token_id(self) -> int:
         eos_token_id = self.tokenizer.eos_token_id
         assert isinstance(eos_token_id, int), f"a loaded tokenizer has one EOS token, got {eos_token_id!r}"
         return eos_token_id
+
+    def supervised(self, prompts: Sequence[Prompt]) -> tuple[RolloutGroup, ...]:
+        """Groups of one response: each prompt's demonstration."""
+        return supervised_examples(
+            prompts,
+            self.tokenizer,
+            eos_token_id=self.eos_token_id,
+            demonstrations=[self.demonstrations[prompt.id] for prompt in prompts],
+        )
 
 
 def load_inputs(recipe: Recipe, recipe_dir: Path) -> Inputs:
@@ -39,9 +53,18 @@ def load_inputs(recipe: Recipe, recipe_dir: Path) -> Inputs:
     prompts = load_prompts(recipe.data, tokenizer, base_dir=recipe_dir)
     reward_fn = build_reward_fn(recipe.reward, base_dir=recipe_dir, columns=prompts.columns)
     _check_room(recipe, prompts)
-    inputs = Inputs(tokenizer=tokenizer, prompts=prompts, reward_fn=reward_fn)
-    if recipe.sft is not None:  # every answer can be written, or the warm start would fail midway
-        supervised_examples(prompts.train, tokenizer, eos_token_id=inputs.eos_token_id)
+    check_prompts(recipe.reward, (*prompts.train, *prompts.heldout))
+    texts: tuple[str, ...] = ()
+    if recipe.sft is not None:
+        texts = demonstrations_of(recipe.sft.demonstrations, prompts.train, base_dir=recipe_dir)
+    inputs = Inputs(
+        tokenizer=tokenizer,
+        prompts=prompts,
+        reward_fn=reward_fn,
+        demonstrations={prompt.id: text for prompt, text in zip(prompts.train, texts, strict=False)},
+    )
+    if recipe.sft is not None:  # every text can be written, or the warm start would fail midway
+        inputs.supervised(prompts.train)
     return inputs
 
 

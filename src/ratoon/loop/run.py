@@ -3,20 +3,23 @@
 import asyncio
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 from ratoon.config.recipe import Recipe
 from ratoon.distributed import single_process
-from ratoon.loop.inputs import load_inputs, load_model, resolve_device
+from ratoon.loop.inputs import Inputs, load_inputs, load_model, resolve_device
 from ratoon.loop.run_folder import RunFolder, open_run_folder
 from ratoon.loop.synchronous import SynchronousRun
 from ratoon.metrics import MetricsLog, read_metrics
 from ratoon.metrics.rows import MetricValue
 from ratoon.rollout import build_engine
-from ratoon.trainer.checkpoint import checkpoint_step, latest_checkpoint
+from ratoon.trainer.checkpoint import checkpoint_step, clean_leftovers, latest_checkpoint
 from ratoon.types.errors import UserError
 from ratoon.view import RunLog, RunSummary, RunView
 
@@ -36,14 +39,17 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
         raise UserError(
             "`ratoon train` runs in one process so far, but WORLD_SIZE is set above 1; start it without torchrun"
         )
+    started = time.monotonic()
+    disable_progress_bar()  # transformers would draw one over ours for every checkpoint
     device = resolve_device(recipe.trainer.device)
     inputs = load_inputs(recipe, recipe_dir)
     folder = open_run_folder(recipe, fresh=fresh)
     log = RunLog(folder.log)
     with RunView(recipe.run.name, log=log) as view, MetricsLog(folder.metrics, warn=view.warn) as metrics:
         try:
+            clean_leftovers(folder.checkpoints)
             checkpoint = latest_checkpoint(folder.checkpoints, warn=view.warn)
-            if _is_complete(recipe, checkpoint):
+            if _is_complete(recipe, inputs, checkpoint, metrics):
                 view.say(
                     f"run {recipe.run.name} is complete: {recipe.trainer.num_steps} steps in {folder.path}. "
                     "Raise trainer.num_steps to train on, or use --fresh to start anew"
@@ -60,7 +66,7 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
             )  # fmt: skip
             with _stop_on_interrupt(run, view.warn):
                 asyncio.run(_begin_or_resume(run, checkpoint))
-            view.finish(_summary(run, recipe, folder, metrics, command))
+            view.finish(_summary(run, folder, metrics, command=command, started=started))
             return EXIT_INTERRUPTED if run.is_stopping and run.num_steps_done < recipe.trainer.num_steps else 0
         except UserError:
             raise
@@ -92,8 +98,12 @@ async def _begin_or_resume(run: SynchronousRun, checkpoint: Path | None) -> None
         await run.engine.close()
 
 
-def _is_complete(recipe: Recipe, checkpoint: Path | None) -> bool:
-    return checkpoint is not None and (checkpoint_step(checkpoint) or 0) >= recipe.trainer.num_steps
+def _is_complete(recipe: Recipe, inputs: Inputs, checkpoint: Path | None, metrics: MetricsLog) -> bool:
+    """Trained to the last step, and evaluated there: a run killed in between still owes its evaluation."""
+    num_steps = recipe.trainer.num_steps
+    if checkpoint is None or (checkpoint_step(checkpoint) or 0) < num_steps:
+        return False
+    return not inputs.prompts.heldout or metrics.find("evaluate", num_steps) is not None
 
 
 @contextmanager
@@ -113,7 +123,10 @@ def _stop_on_interrupt(run: SynchronousRun, warn: Callable[[str], None]) -> Iter
         signal.signal(signal.SIGINT, previous)
 
 
-def _summary(run: SynchronousRun, recipe: Recipe, folder: RunFolder, metrics: MetricsLog, command: str) -> RunSummary:
+def _summary(
+    run: SynchronousRun, folder: RunFolder, metrics: MetricsLog, *, command: str, started: float
+) -> RunSummary:
+    recipe = run.recipe
     rows = read_metrics(folder.metrics)
     steps = [row.values for row in rows if row.phase == "train"]
     evaluations = [row for row in rows if row.phase == "evaluate"]
@@ -127,14 +140,14 @@ def _summary(run: SynchronousRun, recipe: Recipe, folder: RunFolder, metrics: Me
         num_steps_done=run.num_steps_done,
         num_steps=recipe.trainer.num_steps,
         seconds_by_phase=seconds,
-        wall_s=sum(seconds.values()),
+        wall_s=max(sum(seconds.values()), time.monotonic() - started),
         num_logical_tokens=_total(steps, "num_logical_tokens"),
         num_computed_rows=_total(steps, "num_rows"),
         num_response_tokens=_total(steps, "num_generated_tokens"),
         reward_before=None if before is None else float(before["reward_mean"] or 0.0),
         reward_after=None if after is None else float(after["reward_mean"] or 0.0),
         num_heldout_responses=0 if before is None else int(before["num_responses"] or 0),
-        checkpoint=latest_checkpoint(folder.checkpoints),
+        checkpoint=run.newest_checkpoint,
     )
 
 

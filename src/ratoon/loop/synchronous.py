@@ -7,11 +7,10 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel
 
 from ratoon.config.recipe import Recipe
-from ratoon.data import PromptStream, StreamState, supervised_examples
+from ratoon.data import PromptStream, StreamState
 from ratoon.distributed import DataParallel
 from ratoon.loop.diagnosis import StepDiagnosis
 from ratoon.loop.evaluation import Evaluation, evaluate
@@ -28,6 +27,7 @@ from ratoon.trainer.checkpoint import load_checkpoint, save_checkpoint
 from ratoon.trainer.model_folder import model_file_bytes, save_model
 from ratoon.trainer.optimizer import learning_rate_at, scheduled_rate
 from ratoon.trainer.rollout_table import write_rollouts
+from ratoon.trainer.state_tree import capture_rng, restore_rng
 from ratoon.types.rollouts import RolloutGroup
 from ratoon.view import RunView, StepReport
 from ratoon.weight_sync import publish
@@ -63,6 +63,7 @@ class SynchronousRun:
         self.cost = CostModel.from_shape(model_shape(model.config), flops_per_s=_ASSUMED_FLOPS_PER_S[model.device.type])
         self.trainer = self._trainer(recipe.trainer)
         self.num_steps_done = 0
+        self.newest_checkpoint: Path | None = None
         self.is_stopping = False
         """Set to end the run after the step in progress."""
 
@@ -70,9 +71,10 @@ class SynchronousRun:
         """Goes on from a checkpoint whose weights the model already holds."""
         saved = load_checkpoint(checkpoint)
         self.trainer.optimizer.load_state_dict(saved.state["optimizer"])
-        torch.set_rng_state(saved.state["torch_rng"])
+        restore_rng(saved.state["rng"])
         self.prompts.restore(StreamState(**saved.position["prompts"]))
         self.num_steps_done = saved.step
+        self.newest_checkpoint = checkpoint
         self.metrics.truncate_after(saved.step)
         await self._publish()
 
@@ -85,9 +87,7 @@ class SynchronousRun:
         for step in range(sft.num_steps):
             started = time.perf_counter()
             with self._phase("sft"):
-                groups = supervised_examples(
-                    examples.take(sft.prompts_per_step), self.inputs.tokenizer, eos_token_id=self.inputs.eos_token_id
-                )
+                groups = self.inputs.supervised(examples.take(sft.prompts_per_step))
                 (update,) = self._plan(groups, num_updates=1)
                 rate = scheduled_rate(
                     step,
@@ -148,12 +148,12 @@ class SynchronousRun:
     def save(self) -> None:
         """A checkpoint of this step, complete or absent."""
         with self._phase("checkpoint"):
-            save_checkpoint(
+            self.newest_checkpoint = save_checkpoint(
                 self.folder.checkpoints,
                 self.num_steps_done,
                 model_writer=partial(save_model, self.model, self.inputs.tokenizer),
                 model_bytes=model_file_bytes(self.model),
-                state={"optimizer": self.trainer.optimizer.state_dict(), "torch_rng": torch.get_rng_state()},
+                state={"optimizer": self.trainer.optimizer.state_dict(), "rng": capture_rng()},
                 position={"prompts": asdict(self.prompts.state())},
                 keep_last=self.recipe.trainer.keep_checkpoints,
             )

@@ -18,7 +18,12 @@ def build_reward_fn(config: RewardConfig, *, base_dir: Path, columns: Collection
     anything else is refused here; otherwise at the first prompt.
     Raises UserError when the function cannot be had, before any model is loaded.
     """
-    return ScoreEach(config.function, _scorer(config, base_dir, columns), timeout_s=config.timeout_s)
+    return ScoreEach(
+        config.function,
+        _scorer(config, base_dir, columns),
+        timeout_s=config.timeout_s,
+        score_truncated=config.score_truncated,
+    )
 
 
 def _scorer(config: RewardConfig, base_dir: Path, columns: Collection[str] | None) -> Scorer:

@@ -24,6 +24,10 @@ class RewardConfig(BaseModel):
     """What part of the response is its answer: all its text, the last number, or what the last
     `<answer>...</answer>` holds. A response without one scores 0."""
 
+    score_truncated: bool = True
+    """False gives 0 to a response that `rollout.max_response_tokens` cut, whatever it holds: without it, a policy
+    can learn that never ending costs nothing."""
+
     timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     """Longest time for scoring one response; the run ends with the prompt's name when it is exceeded."""
 

@@ -1,21 +1,13 @@
 """A reward function from the user's own file."""
 
 import asyncio
-import difflib
-import hashlib
-import importlib.util
 import inspect
-import sys
-import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
-from inspect import Parameter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from ratoon.data.rows import name_some
-from ratoon.types.errors import UserError
+from ratoon.data.user_function import UserFunction, load_function
 from ratoon.types.rollouts import Prompt, Response
 
 _ALWAYS_KNOWN = ("prompt", "response", "answer", "metadata")
@@ -29,36 +21,24 @@ class PythonScorer:
     is one of its keys. A coroutine function runs in an event loop of its own.
     """
 
-    function: Callable[..., Any]
-    label: str
-    required: tuple[str, ...]
-    optional: tuple[str, ...]
-    takes_everything: bool
+    function: UserFunction
 
     def __call__(self, prompt: Prompt, response: Response) -> object:
-        known = {
-            **prompt.metadata,
-            "prompt": prompt.text,
-            "response": response.text,
-            "answer": prompt.answer,
-            "metadata": prompt.metadata,
-        }
         self.check_columns(prompt.metadata, f"prompt {prompt.id!r}")
-        names = known if self.takes_everything else [n for n in (*self.required, *self.optional) if n in known]
-        result = self.function(**{name: known[name] for name in names})
+        result = self.function(
+            {
+                **prompt.metadata,
+                "prompt": prompt.text,
+                "response": response.text,
+                "answer": prompt.answer,
+                "metadata": prompt.metadata,
+            }
+        )
         return asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result
 
     def check_columns(self, columns: Collection[str], what: str) -> None:
         """Raises UserError if the function needs something that `what`, with these columns, does not have."""
-        for name in self.required:
-            if name not in _ALWAYS_KNOWN and name not in columns:
-                available = (*_ALWAYS_KNOWN, *sorted(set(columns) - set(_ALWAYS_KNOWN)))
-                close = difflib.get_close_matches(name, available)
-                hint = f'; did you mean "{close[0]}"?' if close else "."
-                raise UserError(
-                    f'{self.label} asks for "{name}", which {what} does not have{hint} '
-                    f"Parameters can be: {', '.join(available)}"
-                )
+        self.function.check_names(_ALWAYS_KNOWN, columns, what)
 
 
 async def _wait_for(result: Any) -> object:
@@ -68,66 +48,10 @@ async def _wait_for(result: Any) -> object:
 def load_scorer(file: str, function: str, *, base_dir: Path) -> PythonScorer:
     """The function called `function` in `file`, a path relative to `base_dir`.
 
-    Raises UserError, with file and line, when there is no such file, when it does not run, when it has no such
-    function, or when the function cannot be called by keyword.
+    Raises UserError, with file and line, when it cannot be had or called by keyword.
     """
-    path = (base_dir / Path(file).expanduser()).resolve()
-    label = f"reward function {function}() in {path}"
-    module = _run_file(path)
-    found = vars(module).get(function)
-    if not callable(found):
-        names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        close = difflib.get_close_matches(function, names) or names
-        what = "is not a function" if function in vars(module) else "does not exist"
-        raise UserError(f"{label} {what}; functions there: {name_some(close) or 'none'}")
-    return _bind(found, label)
-
-
-def _bind(function: Callable[..., Any], label: str) -> PythonScorer:
-    required: list[str] = []
-    optional: list[str] = []
-    takes_everything = False
-    for name, parameter in inspect.signature(function).parameters.items():
-        match parameter.kind:
-            case Parameter.POSITIONAL_ONLY:
-                raise UserError(f'{label} is called by keyword, but "{name}" is positional only; remove the "/"')
-            case Parameter.VAR_POSITIONAL:
-                pass
-            case Parameter.VAR_KEYWORD:
-                takes_everything = True
-            case _:
-                (required if parameter.default is Parameter.empty else optional).append(name)
-    if not (required or optional or takes_everything):
-        raise UserError(f'{label} takes no parameter; it needs at least "response"')
-    return PythonScorer(function, label, tuple(required), tuple(optional), takes_everything)
-
-
-def _run_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise UserError(f"reward.function: {path} does not exist; paths are relative to the recipe")
-    # One name a path: two files called rewards.py must not be one module.
-    digest = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
-    name = f"ratoon_user_{path.stem}_{digest}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, f"no loader for {path}, which ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # at the end: the file may import its neighbours, which shadow nothing
-    sys.modules[name] = module  # dataclasses and pickle look the module up by its name
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        del sys.modules[name]
-        raise UserError(
-            f"reward.function: {error.filename or path}:{error.lineno or 1}: {type(error).__name__}: {error.msg}"
-        ) from None
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise UserError(f"reward.function: {_place(error, path)}: {type(error).__name__}: {error}") from error
-    return module
-
-
-def _place(error: BaseException, path: Path) -> str:
-    """file:line of the innermost frame in the user's file."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    return f"{path}:{lines[-1]}" if lines else str(path)
+    return PythonScorer(
+        load_function(
+            file, function, base_dir=base_dir, key="reward.function", kind="reward function", needs="response"
+        )
+    )

@@ -31,10 +31,12 @@ class ScoreEach:
     Any failure ends the run with a UserError that names the function, the prompt, the response and the cause.
     """
 
-    def __init__(self, name: str, scorer: Scorer, *, timeout_s: float) -> None:
+    def __init__(self, name: str, scorer: Scorer, *, timeout_s: float, score_truncated: bool = True) -> None:
+        """score_truncated: False gives 0 to responses that the token budget cut, unseen."""
         self.name = name
         self._scorer = scorer
         self._timeout_s = timeout_s
+        self._score_truncated = score_truncated
 
     def __repr__(self) -> str:
         return f'reward "{self.name}"'
@@ -43,6 +45,8 @@ class ScoreEach:
         return [self._score(prompt, response, index) for index, response in enumerate(responses)]
 
     def _score(self, prompt: Prompt, response: Response, index: int) -> float:
+        if response.is_truncated and not self._score_truncated:
+            return 0.0
         where = f"{self!r} of prompt {prompt.id!r}, response {index},"
         try:
             value = call_within(self._timeout_s, lambda: self._scorer(prompt, response), name=f"score {prompt.id}")

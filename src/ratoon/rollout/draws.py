@@ -41,21 +41,23 @@ def uniform_draws(keys_B: NDArray[np.uint64], positions_B: NDArray[np.int64]) ->
 def sample_tokens(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one token a row, with its log-probability.
 
-    logits_BV: [B, V] float32. temperature_B: [B] float32; 0 takes the likeliest token (ties to the lowest id).
+    logits_BV: [B, V] float32. temperature_B: [B] float64; 0 takes the likeliest token (ties to the lowest id).
     uniform_B: [B] float64 in (0, 1).
 
     Returns token ids [B] int64 and log-probs [B] float32: log-softmax of logits / temperature over the whole
-    vocabulary, in float32; 0 for a greedy row, whose token was certain; not finite where the row's logits are not.
-    Sums of probabilities accumulate in float64, so a token without probability is never drawn.
+    vocabulary; 0 for a greedy row, whose token was certain; not finite where the row's logits are not. All sums are
+    float64: a float32 sum over a large vocabulary biases log-probs by 1e-6, and a token without probability would have
+    a chance of being drawn.
     """
     is_greedy_B = temperature_B == 0
     scale_B = torch.where(is_greedy_B, torch.ones_like(temperature_B), temperature_B)
-    logprobs_BV = torch.log_softmax(logits_BV / scale_B[:, None], dim=-1)
-    cumulative_BV = logprobs_BV.double().exp_().cumsum_(dim=-1)
-    threshold_B1 = uniform_B[:, None] * cumulative_BV[:, -1:]
-    drawn_B1 = torch.searchsorted(cumulative_BV, threshold_B1, right=True)
-    likeliest_B1 = logits_BV.argmax(dim=-1, keepdim=True)
+    scaled_BV = logits_BV.double().div_(scale_B[:, None])
+    scaled_BV -= scaled_BV.amax(dim=-1, keepdim=True)
+    cumulative_BV = scaled_BV.exp().cumsum_(dim=-1)
+    total_B1 = cumulative_BV[:, -1:]
+    drawn_B1 = torch.searchsorted(cumulative_BV, uniform_B[:, None] * total_B1, right=True)
     # Logits that are not finite leave a threshold that no sum exceeds.
-    token_B1 = torch.where(is_greedy_B[:, None], likeliest_B1, drawn_B1.clamp_(max=logits_BV.shape[1] - 1))
-    logprob_B = logprobs_BV.gather(1, token_B1)[:, 0]
-    return token_B1[:, 0], torch.where(is_greedy_B, logprob_B * 0, logprob_B)
+    drawn_B1.clamp_(max=logits_BV.shape[1] - 1)
+    token_B1 = torch.where(is_greedy_B[:, None], logits_BV.argmax(dim=-1, keepdim=True), drawn_B1)
+    logprob_B = (scaled_BV.gather(1, token_B1) - total_B1.log())[:, 0]
+    return token_B1[:, 0], torch.where(is_greedy_B, logprob_B * 0, logprob_B).float()

@@ -1,8 +1,9 @@
 """What the trainer may be told."""
 
+import re
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class TrainerConfig(BaseModel):
@@ -42,9 +43,13 @@ class TrainerConfig(BaseModel):
 
 
 class SftConfig(BaseModel):
-    """A supervised warm start on the data's own answers, before any rollout."""
+    """A supervised warm start on demonstrations, before any rollout."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    demonstrations: str | None = None
+    """`column:NAME` (a column of the data) or `python:FILE.py:FUNCTION` (relative to the recipe; it returns the text
+    to imitate, given the `prompt`, `answer`, `metadata` or columns that it names). Absent: the data's own answers."""
 
     num_steps: int = Field(default=100, ge=1)
     """Optimizer updates."""
@@ -57,3 +62,12 @@ class SftConfig(BaseModel):
 
     warmup_steps: int = Field(default=10, ge=0)
     """Steps over which the learning rate rises from 0."""
+
+    @field_validator("demonstrations")
+    @classmethod
+    def _names_a_column_or_function(cls, text: str | None) -> str | None:
+        is_column = text is not None and text.startswith("column:") and len(text) > len("column:")
+        is_function = text is not None and re.fullmatch(r"python:.+\.py:[A-Za-z_]\w*", text)
+        if text is not None and not (is_column or is_function):
+            raise ValueError('must be "column:NAME" or "python:FILE.py:FUNCTION"')
+        return text

@@ -5,13 +5,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-_NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
 
 class FinishReason(StrEnum):
@@ -32,7 +29,12 @@ class FinishReason(StrEnum):
 
 def token_array(token_ids: ArrayLike, what: str) -> NDArray[np.int64]:
     """A read-only 1-D int64 copy of `token_ids`; `what` names them in an error."""
-    given = np.asarray(token_ids)
+    try:
+        given = np.asarray(token_ids)
+    except ValueError:
+        raise ValueError(
+            f"{what}: token ids must be one flat list of integers, got nested lists of uneven length"
+        ) from None
     if given.size == 0 and given.ndim == 1:
         given = given.astype(np.int64)
     if given.ndim != 1 or given.dtype.kind not in "iu":
@@ -73,7 +75,7 @@ class Prompt:
     answer: str | None = None
     """The reference answer, where the task has one."""
 
-    metadata: Mapping[str, Any] = field(default_factory=lambda: _NO_METADATA)
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Everything else the data row held; rewards may read it."""
 
     def __post_init__(self) -> None:
@@ -114,6 +116,7 @@ class Response:
     def __post_init__(self) -> None:
         tokens = token_array(self.token_ids, "response")
         object.__setattr__(self, "token_ids", tokens)
+        object.__setattr__(self, "finish_reason", FinishReason(self.finish_reason))
         if self.rollout_logprobs is not None:
             logprobs = np.array(self.rollout_logprobs, np.float32)
             _check_one_per_token(logprobs, tokens.size, "rollout_logprobs")
@@ -123,9 +126,21 @@ class Response:
                 )
             object.__setattr__(self, "rollout_logprobs", logprobs)
         if self.policy_versions is not None:
-            versions = np.array(self.policy_versions, np.int64)
+            versions = np.array(self.policy_versions)
+            if versions.size and versions.dtype.kind not in "iu":
+                raise ValueError(f"policy_versions must be integers, got {versions.dtype}")
+            versions = versions.astype(np.int64)
             _check_one_per_token(versions, tokens.size, "policy_versions")
             object.__setattr__(self, "policy_versions", versions)
+        if self.routed_experts is not None:
+            experts = np.array(self.routed_experts, np.int16)
+            if experts.ndim != 3 or experts.shape[0] < tokens.size:
+                raise ValueError(
+                    "routed_experts must be [prompt and response tokens, layers, experts per token], "
+                    f"got {experts.shape} for a response of {tokens.size} tokens"
+                )
+            experts.setflags(write=False)
+            object.__setattr__(self, "routed_experts", experts)
 
     @property
     def num_tokens(self) -> int:
@@ -153,6 +168,12 @@ class RolloutGroup:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "responses", tuple(self.responses))
+        for index, response in enumerate(self.responses):
+            if not isinstance(response, Response):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ValueError(
+                    f"prompt {self.prompt.id!r}: responses must hold Response objects, "
+                    f"got {type(response).__name__} at {index}"
+                )
         for name in ("rewards_N", "advantages_N"):
             values = getattr(self, name)
             if values is None:
@@ -163,6 +184,8 @@ class RolloutGroup:
                     f"prompt {self.prompt.id!r}: {name} must be [{self.group_size}], one for each response, "
                     f"got shape {array.shape}"
                 )
+            if not np.isfinite(array).all():
+                raise ValueError(f"prompt {self.prompt.id!r}: {name} must be finite, got {array.tolist()}")
             array.setflags(write=False)
             object.__setattr__(self, name, array)
 

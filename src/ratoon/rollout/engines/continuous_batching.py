@@ -159,7 +159,7 @@ class SeededModelRunner(cb_runner.ModelRunner):
         temperatures = [draft.temperature for draft in drafts]
         tokens_B, logprobs_B = sample_tokens(
             logits_BV,
-            torch.tensor(temperatures, dtype=torch.float32, device=logits_BV.device),
+            torch.tensor(temperatures, dtype=torch.float64, device=logits_BV.device),
             torch.from_numpy(uniform_draws(keys_B, positions_B)).to(logits_BV.device),
         )
         if not bool(torch.isfinite(logprobs_B).all()):
