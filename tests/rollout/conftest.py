@@ -46,4 +46,5 @@ def build(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Iterat
 
     yield make
     for engine in engines:
+        engine._config = RolloutConfig()  # tests of short timeouts need not close as fast
         asyncio.run(engine.close())

@@ -7,9 +7,11 @@ Everything here runs on the engine's one thread.
 
 from collections import deque
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import ceil
 
+import torch
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching import cache as cb_cache
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
@@ -140,10 +142,13 @@ class GenerationBatch:
     def _forward(self) -> None:
         processor = self._processor
         assert processor is not None, "responses were admitted without a cache"
-        if not processor.prepare_next_batch():
-            raise RolloutError(f"continuous batching scheduled none of {self.num_running} open responses")
-        processor._generation_step(self._model)
-        processor.update_batch()
+        device = self._model.device
+        # The current CUDA device is each thread's own.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            if not processor.prepare_next_batch():
+                raise RolloutError(f"continuous batching scheduled none of {self.num_running} open responses")
+            processor._generation_step(self._model)
+            processor.update_batch()
 
     def _fail(self, error: Exception) -> StepReport:
         failed = {id(share.group): share.group for share in self._shares}

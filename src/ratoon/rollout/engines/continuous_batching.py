@@ -241,10 +241,13 @@ def build_processor(
         scheduler=cb_scheduler.FIFOScheduler(cache, safety_margin=0.0, max_requests_per_batch=max_requests),
         distributed_helper=helper,
     )
+    inputs = processor.inputs_and_outputs
+    # On a stream of its own the forward pass would not wait for the optimizer's writes to the shared weights.
+    inputs.compute_stream = None  # pyright: ignore[reportAttributeAccessIssue]
     processor.model_runner = SeededModelRunner(
         logit_processor=no_processing,
         cb_config=settings,
-        inputs_and_outputs=processor.inputs_and_outputs,
+        inputs_and_outputs=inputs,
         cache=cache,
         do_sample=True,
         return_logprobs=True,

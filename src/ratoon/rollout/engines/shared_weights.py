@@ -49,14 +49,6 @@ def _share(original: nn.Module, duplicate: nn.Module) -> None:
         duplicate._buffers[name] = buffer
 
 
-def shares_every_weight(model: nn.Module, twin: nn.Module) -> bool:
-    """Whether both trees hold the very same parameter objects, under the same names."""
-    pairs = zip(
-        model.named_parameters(remove_duplicate=False), twin.named_parameters(remove_duplicate=False), strict=True
-    )
-    return all(name == twin_name and a is b for (name, a), (twin_name, b) in pairs)
-
-
 def check_device(device: torch.device | str | None, model: PreTrainedModel) -> None:
     """Raise ValueError where `device` is given and is not the one the model is on."""
     where = model.device

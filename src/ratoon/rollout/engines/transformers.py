@@ -120,8 +120,12 @@ class TransformersEngine:
         if self._is_closed:
             return
         self._is_closed = True
-        await self.abort()
-        await self._on_worker(self._batch.forget_cache, "close")
+        try:
+            await self.abort()
+            await self._on_worker(self._batch.forget_cache, "close")
+        except RolloutStalledError:
+            self._worker.close(0.0)  # should the pass return after all, its thread ends
+            raise
         if not self._worker.close(self._config.timeout_s):
             raise RolloutStalledError(f"the rollout thread did not end within {self._config.timeout_s:g} s")
 

@@ -1,0 +1,59 @@
+"""Settings are checked when a recipe is read, without torch."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+import ratoon.rollout
+from ratoon.rollout import RolloutConfig
+from ratoon.types import SamplingParams
+
+
+def test_sampling_params_carry_the_settings_and_the_seed():
+    config = RolloutConfig(temperature=0.7, max_response_tokens=5, stop=("\n",), prompts_per_step=3, group_size=5)
+    assert config.sampling_params(seed=4) == SamplingParams(
+        temperature=0.7, max_response_tokens=5, stop=("\n",), seed=4
+    )
+    assert config.responses_per_step == 15
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("engine", "vllm2"),
+        ("prompts_per_step", 0),
+        ("group_size", 0),
+        ("temperature", 0.0),
+        ("temperature", float("inf")),
+        ("temperature", -1.0),
+        ("max_response_tokens", 0),
+        ("stop", ("a", "")),
+        ("max_concurrent_responses", 0),
+        ("cache_tokens", 0),
+        ("timeout_s", 0.0),
+        ("top_p", 0.9),
+    ],
+)
+def test_nonsense_is_refused_by_name(key: str, value: Any):
+    with pytest.raises(ValidationError, match=key):
+        RolloutConfig.model_validate({key: value})
+
+
+def test_every_setting_says_what_it_is():
+    assert all(field.description for field in RolloutConfig.model_fields.values())
+
+
+def test_settings_and_protocol_import_neither_torch_nor_transformers():
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:]; "
+        "from ratoon.rollout import RolloutConfig, RolloutEngine, RolloutError; "
+        "assert not {'torch', 'transformers'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, *sys.path], check=True)
+
+
+def test_every_public_name_resolves():
+    assert [name for name in ratoon.rollout.__all__ if getattr(ratoon.rollout, name).__name__ != name] == []
