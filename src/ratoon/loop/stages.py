@@ -34,13 +34,22 @@ def attach_advantages(group: RolloutGroup, algorithm: AlgorithmConfig) -> Rollou
 
 
 def plan_updates(
-    groups: Sequence[RolloutGroup], *, num_updates: int, num_ranks: int, max_rows_per_microbatch: int, cost: CostModel
+    groups: Sequence[RolloutGroup],
+    *,
+    num_updates: int,
+    num_ranks: int,
+    max_rows_per_microbatch: int,
+    cost: CostModel,
+    share_prompts: bool = True,
 ) -> tuple[Update, ...]:
     """The groups dealt to `num_updates` optimizer updates, each planned over all ranks.
 
-    Group i goes to update i mod num_updates, so that updates differ by at most one group.
+    Group i goes to update i mod num_updates, so that updates differ by at most one group. Without `share_prompts`,
+    every response then stands as a group of its own: same updates and loss, and its prompt is computed for it alone.
     """
     slices = [tuple(groups[first::num_updates]) for first in range(num_updates)]
+    if not share_prompts:
+        slices = [_one_response_each(chosen) for chosen in slices]
     return tuple(
         Update(
             groups=chosen,
@@ -48,3 +57,7 @@ def plan_updates(
         )
         for chosen in slices
     )
+
+
+def _one_response_each(groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
+    return tuple(group.select([index]) for group in groups for index in range(group.group_size))

@@ -189,6 +189,7 @@ class SynchronousRun:
             num_ranks=self.data_parallel.world_size,
             max_rows_per_microbatch=self.recipe.planner.max_rows_per_microbatch,
             cost=self.cost,
+            share_prompts=self.recipe.planner.share_prompts,
         )
 
     async def _publish(self) -> None:

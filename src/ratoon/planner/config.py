@@ -10,3 +10,7 @@ class PlannerConfig(BaseModel):
 
     max_rows_per_microbatch: int = Field(default=32_768, ge=1)
     """Token slots in one forward pass of one data-parallel rank, padding included; a shared prompt counts once."""
+
+    share_prompts: bool = True
+    """Store each prompt once for all its responses in a microbatch; false repeats it for every response (for
+    comparison: same loss, more work)."""

@@ -60,7 +60,7 @@ def build_microbatch(update: Update, parts: Sequence[PartAssignment], *, loss_me
         )
         advantages_M = torch.from_numpy(advantages_N[layout.sequence_of_M])
     rollout_logprobs_M = None
-    if all(response.rollout_logprobs is not None for response in responses):
+    if all(response.rollout_logprobs is not None or response.num_tokens == 0 for response in responses):
         known = [response.rollout_logprobs for response in responses if response.rollout_logprobs is not None]
         rollout_logprobs_M = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *known]))
 
