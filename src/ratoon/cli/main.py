@@ -1,13 +1,28 @@
 """Parses the command line and runs one command. Importing this loads neither torch nor transformers."""
 
 import argparse
+import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import ratoon
+from ratoon.cli.complaint import complain
 from ratoon.types.errors import UserError
 
+EXIT_INTERRUPTED = 130
+
+_OVERRIDE = re.compile(r"--[^=.]+\.")
+"""A dotted key of the recipe: no option of a command has a dot before its `=`."""
+
+_EXAMPLE = """\
+example:
+  ratoon doctor
+  ratoon train recipes/quickstart.toml
+
+`ratoon COMMAND --help` shows more.
+"""
 _TRAIN_EXAMPLE = """\
 example:
   ratoon train recipes/quickstart.toml
@@ -32,19 +47,46 @@ example:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status: 0 done, 2 something the user must change, 1 anything else."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    """Runs the command and returns its exit status.
+
+    0 done, 2 something the user must change, 130 stopped by Ctrl-C, 1 anything else.
+    """
+    overrides, given = _split_overrides(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
-    known, overrides = parser.parse_known_args(given)
-    if overrides and known.command != "train":
-        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    known, unknown = parser.parse_known_args(given)
+    if known.command != "train" and (overrides or unknown):
+        parser.error(f"unrecognized arguments: {' '.join([*overrides, *unknown])}")
     try:
-        return _run(known, overrides)
+        status = _run(known, [*overrides, *unknown])
+        sys.stdout.flush()
+        return status
     except UserError as error:
-        print(f"ratoon {known.command}: {error}", file=sys.stderr)
+        complain(known.command, error)
         return 2
+    except KeyboardInterrupt:
+        resume = "; the same command goes on from the last checkpoint" if known.command == "train" else ""
+        complain(known.command, f"stopped{resume}")
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
+        # Whoever read the output has gone; Python's last flush must not complain about it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(overrides `--a.b=v` and `--a.b v`, everything else): argparse would take the `v` before a recipe for it."""
+    overrides: list[str] = []
+    others: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not _OVERRIDE.match(argument):
+            others.append(argument)
+            continue
+        overrides.append(argument)
+        if "=" not in argument and rest and not rest[0].startswith("--"):
+            overrides.append(rest.pop(0))
+    return overrides, others
 
 
 def _run(known: argparse.Namespace, overrides: list[str]) -> int:
@@ -55,8 +97,16 @@ def _run(known: argparse.Namespace, overrides: list[str]) -> int:
     if known.command == "export":
         from ratoon.trainer.export import export_checkpoint
 
-        step = export_checkpoint(known.run, known.out)
-        print(f"Exported {step} to {known.out}; AutoModelForCausalLM.from_pretrained({str(known.out)!r}) loads it.")
+        try:
+            export_checkpoint(known.run, known.out, warn=_warn)
+        except OSError as error:
+            raise UserError(
+                f"{known.run} cannot be exported to {known.out} ({error.strerror}: {error.filename}); "
+                "give a folder that can be written"
+            ) from None
+        print(
+            f"Exported {known.run} to {known.out}; AutoModelForCausalLM.from_pretrained({str(known.out)!r}) loads it."
+        )
         return 0
     if known.command == "doctor":
         from ratoon.cli.doctor import report
@@ -68,10 +118,16 @@ def _run(known: argparse.Namespace, overrides: list[str]) -> int:
     return bench(known)
 
 
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ratoon",
         description="Reinforcement learning for language models, with every shared prompt computed once.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ratoon {ratoon.__version__}")

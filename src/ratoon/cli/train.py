@@ -1,10 +1,10 @@
 """`ratoon train`."""
 
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ratoon.cli.complaint import complain
 from ratoon.config import load_recipe
 
 
@@ -18,8 +18,5 @@ def train(recipe_path: Path, overrides: Sequence[str], *, fresh: bool) -> int:
     try:
         return train(recipe, recipe_dir=recipe_path.resolve().parent, command=command, fresh=fresh)
     except RunFailedError as error:
-        print(f"ratoon train: {error}", file=sys.stderr)
+        complain("train", error)
         return 1
-    except KeyboardInterrupt:
-        print("ratoon train: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130

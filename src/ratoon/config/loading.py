@@ -24,8 +24,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises UserError, naming file, key, value got and values allowed, for anything wrong.
     """
     table = _read_table(path)
-    for key, value in parse_overrides(overrides):
-        _set(table, key, value)
+    for key, text in _override_texts(overrides):
+        value = _toml_value(text)
+        _set(table, key, text if not isinstance(value, str) and _is_plain_string(key) else value)
     try:
         return Recipe.model_validate(_lists_to_tuples(table), strict=True)
     except ValidationError as error:
@@ -45,7 +46,11 @@ def changed_keys(before: Recipe, after: Recipe) -> tuple[str, ...]:
 
 def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, Any]]:
     """`["--a.b=1", "--c", "x"]` -> `[("a.b", 1), ("c", "x")]`. Values are TOML, or else strings."""
-    pairs: list[tuple[str, Any]] = []
+    return [(key, _toml_value(text)) for key, text in _override_texts(arguments)]
+
+
+def _override_texts(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    pairs: list[tuple[str, str]] = []
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -54,15 +59,28 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, Any]]:
             raise UserError(f"override {argument!r} is not of the form --section.key=value")
         if not equals:
             if not rest or rest[0].startswith("--"):
-                raise UserError(f"override {argument!r} has no value; write {argument}=VALUE")
+                raise UserError(
+                    f"override {argument!r} has no value; write --section.key=VALUE, "
+                    "or see `ratoon train --help` for the options there are"
+                )
             text = rest.pop(0)
-        pairs.append((key, _toml_value(text)))
+        pairs.append((key, text))
     return pairs
+
+
+def _is_plain_string(key: str) -> bool:
+    """Whether a key takes a string and nothing else, unquoted ones like `2026` or `true` included."""
+    *sections, name = key.split(".")
+    section = _section_of(sections)
+    if section is None or name not in section.model_fields:
+        return False
+    annotation = section.model_fields[name].annotation
+    return set(get_args(annotation) or (annotation,)) <= {str, type(None)}
 
 
 def _read_table(path: Path) -> Table:
     try:
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark
     except FileNotFoundError:
         raise UserError(
             f"{path}: no such recipe file; give the path of a TOML file such as recipes/quickstart.toml"
@@ -77,13 +95,16 @@ def _read_table(path: Path) -> Table:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise UserError(f"{path}: not a recipe: its tables or lists are nested too deeply") from None
 
 
 def _toml_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        table = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
+    return table["value"] if len(table) == 1 else text  # a line break in `text` would begin another key
 
 
 def _set(table: Table, key: str, value: Any) -> None:

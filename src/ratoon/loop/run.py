@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from transformers.utils.logging import disable_progress_bar
 
 from ratoon.config.recipe import Recipe
@@ -35,9 +36,9 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
     Raises UserError for what the user must change, before a model loads wherever that can be known.
     Any other failure ends the run with its cause named; its traceback stands in run.log.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if (world_size := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise UserError(
-            "`ratoon train` runs in one process so far, but WORLD_SIZE is set above 1; start it without torchrun"
+            f"`ratoon train` runs in one process so far, but WORLD_SIZE is {world_size!r}; start it without torchrun"
         )
     started = time.monotonic()
     disable_progress_bar()  # transformers would draw one over ours for every checkpoint
@@ -45,15 +46,17 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
     inputs = load_inputs(recipe, recipe_dir)
     folder = open_run_folder(recipe, fresh=fresh)
     log = RunLog(folder.log)
-    with RunView(recipe.run.name, log=log) as view, MetricsLog(folder.metrics, warn=view.warn) as metrics:
+    with folder, RunView(recipe.run.name, log=log) as view, MetricsLog(folder.metrics, warn=view.warn) as metrics:
         try:
             clean_leftovers(folder.checkpoints)
             checkpoint = latest_checkpoint(folder.checkpoints, warn=view.warn)
-            if _is_complete(recipe, inputs, checkpoint, metrics):
-                view.say(
-                    f"run {recipe.run.name} is complete: {recipe.trainer.num_steps} steps in {folder.path}. "
-                    "Raise trainer.num_steps to train on, or use --fresh to start anew"
+            if checkpoint is None and metrics.find("train") is not None:
+                raise UserError(
+                    f"run folder {folder.path} records steps, but {folder.checkpoints} holds no checkpoint to go on "
+                    "from; put one back, or start anew with --fresh (the old run is set aside)"
                 )
+            if _is_complete(recipe, inputs, checkpoint, metrics):
+                view.say(_complete_message(recipe, folder, checkpoint))
                 return 0
             for line in inputs.prompts.report.lines():
                 view.say(line)
@@ -67,12 +70,15 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
             with _stop_on_interrupt(run, view.warn):
                 asyncio.run(_begin_or_resume(run, checkpoint))
             view.finish(_summary(run, folder, metrics, command=command, started=started))
-            return EXIT_INTERRUPTED if run.is_stopping and run.num_steps_done < recipe.trainer.num_steps else 0
-        except UserError:
-            raise
+            return 0 if _is_complete(recipe, inputs, run.newest_checkpoint, metrics) else EXIT_INTERRUPTED
         except Exception as error:
             log(traceback.format_exc())
-            raise RunFailedError(f"{type(error).__name__}: {error} (traceback in {folder.log})") from error
+            cause = _first_cause(error)
+            if isinstance(cause, UserError):
+                raise cause from error
+            raise RunFailedError(f"{type(cause).__name__}: {cause} (traceback in {folder.log})") from error
+        finally:
+            log.close()
 
 
 class RunFailedError(RuntimeError):
@@ -85,14 +91,17 @@ async def _begin_or_resume(run: SynchronousRun, checkpoint: Path | None) -> None
             await run.restore(checkpoint)
             run.view.say(f"resuming after step {run.num_steps_done} from {checkpoint}")
         else:
+            torch.manual_seed(run.recipe.run.seed)  # dropout draws from the global generators
             run.metrics.truncate_after(-1)
-            if run.recipe.sft is not None:
-                run.warm_start()
+            run.folder.remove_rollouts_after(0)
+            if run.recipe.sft is not None and not run.warm_start():
+                run.view.warn("stopped in the warm start, which the same command begins anew")
+                return
             run.save()
-        if run.num_steps_done == 0:
+        if run.num_steps_done == 0 and not run.is_stopping:
             await run.evaluate()
         await run.train()
-        if run.num_steps_done == run.recipe.trainer.num_steps:
+        if not run.is_stopping:
             await run.evaluate()
     finally:
         await run.engine.close()
@@ -100,21 +109,40 @@ async def _begin_or_resume(run: SynchronousRun, checkpoint: Path | None) -> None
 
 def _is_complete(recipe: Recipe, inputs: Inputs, checkpoint: Path | None, metrics: MetricsLog) -> bool:
     """Trained to the last step, and evaluated there: a run killed in between still owes its evaluation."""
-    num_steps = recipe.trainer.num_steps
-    if checkpoint is None or (checkpoint_step(checkpoint) or 0) < num_steps:
+    step = None if checkpoint is None else checkpoint_step(checkpoint)
+    if step is None or step < recipe.trainer.num_steps:
         return False
-    return not inputs.prompts.heldout or metrics.find("evaluate", num_steps) is not None
+    return not inputs.prompts.heldout or metrics.find("evaluate", step) is not None
+
+
+def _complete_message(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> str:
+    step, num_steps = checkpoint_step(checkpoint) if checkpoint else 0, recipe.trainer.num_steps
+    asked = f", where trainer.num_steps = {num_steps} asks for no more" if step != num_steps else ""
+    return (
+        f"run {recipe.run.name} is complete: {step} steps in {folder.path}{asked}. "
+        "Raise trainer.num_steps to train on, or use --fresh to start anew"
+    )
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """The error itself, or the first one in a group of them: concurrent tasks fail as a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 @contextmanager
 def _stop_on_interrupt(run: SynchronousRun, warn: Callable[[str], None]) -> Iterator[None]:
-    """Ctrl-C ends the run after the step in progress, with a checkpoint; a second one ends it at once."""
+    """Ctrl-C ends the run after the step in progress, with a checkpoint; a second one ends it at once.
+
+    In the warm start there is no checkpoint yet, and the run begins anew.
+    """
 
     def stop(*_: object) -> None:
         if run.is_stopping:
             raise KeyboardInterrupt
         run.is_stopping = True
-        warn("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once")
+        warn("stopping after what is in progress; press Ctrl-C again to stop at once")
 
     previous = signal.signal(signal.SIGINT, stop)
     try:

@@ -8,6 +8,8 @@ from typing import TextIO
 
 from ratoon.config.loading import changed_keys, dump_recipe, load_recipe
 from ratoon.config.recipe import Recipe
+from ratoon.trainer.durable_files import replace_file
+from ratoon.trainer.rollout_table import rollout_file
 from ratoon.types.errors import UserError
 
 RECIPE_FILE = "recipe.toml"
@@ -28,12 +30,17 @@ _MAY_CHANGE = (
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """`output_dir/name`, held by this process until it ends."""
+    """`output_dir/name`, held by this process until it is closed."""
 
     path: Path
-    is_new: bool
     lock: TextIO
     """Locked; the operating system frees it when the process ends, however it ends."""
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.lock.close()
 
     @property
     def metrics(self) -> Path:
@@ -51,6 +58,12 @@ class RunFolder:
     def log(self) -> Path:
         return self.path / "run.log"
 
+    def remove_rollouts_after(self, step: int) -> None:
+        """Removes the tables of steps after `step`, which a run resumed from that step's checkpoint writes again."""
+        for table in self.rollouts.glob("*.parquet"):
+            if table > rollout_file(self.rollouts, step):
+                table.unlink()
+
 
 def open_run_folder(recipe: Recipe, *, fresh: bool) -> RunFolder:
     """The run's folder, made or found again, with the resolved recipe in it.
@@ -58,25 +71,38 @@ def open_run_folder(recipe: Recipe, *, fresh: bool) -> RunFolder:
     `fresh` sets an existing folder aside under the next free name; nothing is deleted. Raises UserError
     where the folder cannot be written, another process holds it, or it holds a run of another recipe.
     """
-    path = Path(recipe.run.output_dir) / recipe.run.name
+    path = Path(recipe.run.output_dir).expanduser() / recipe.run.name
     try:
         if fresh and path.exists():
             _refuse_if_held(path)
             path.rename(_next_free_name(path))
         path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
+        folder = RunFolder(path, _lock(path))
+        try:
+            if (path / RECIPE_FILE).exists():
+                _check_same_run(recipe, path)
+            for file in (folder.metrics, folder.log):
+                file.open("a").close()
+            _store_recipe(recipe, path)
+        except BaseException:
+            folder.lock.close()
+            raise
     except OSError as error:
         raise UserError(
-            f"run folder {path} cannot be written ({error.strerror}); set run.output_dir to a folder that can"
+            f"run folder {path} cannot be written ({error.strerror}: {error.filename or path}); "
+            "mend that, or set run.output_dir to another folder"
         ) from None
-    stored = path / RECIPE_FILE
-    is_new = not stored.exists()
-    if not is_new:
-        _check_same_run(load_recipe(stored), recipe, path)
-    partial = path / (RECIPE_FILE + ".partial")
-    partial.write_text(dump_recipe(recipe))
-    os.replace(partial, stored)
-    return RunFolder(path, is_new, lock)
+    return folder
+
+
+def _store_recipe(recipe: Recipe, path: Path) -> None:
+    stored, text = path / RECIPE_FILE, dump_recipe(recipe)
+    if not stored.exists() or stored.read_text(encoding="utf-8") != text:
+
+        def write(partial: Path) -> None:
+            partial.write_text(text, encoding="utf-8")
+
+        replace_file(stored, write)
 
 
 def _lock(path: Path) -> TextIO:
@@ -108,7 +134,14 @@ def _next_free_name(path: Path) -> Path:
     return candidate
 
 
-def _check_same_run(stored: Recipe, recipe: Recipe, path: Path) -> None:
+def _check_same_run(recipe: Recipe, path: Path) -> None:
+    try:
+        stored = load_recipe(path / RECIPE_FILE)
+    except UserError as error:
+        raise UserError(
+            f"run folder {path} holds a run whose recipe this version cannot read ({error}). "
+            "Give this run another name with --run.name=NAME, or start anew with --fresh (the old run is set aside)"
+        ) from None
     changed = [key for key in changed_keys(stored, recipe) if not key.startswith(_MAY_CHANGE)]
     if changed:
         raise UserError(

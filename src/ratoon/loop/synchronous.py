@@ -15,6 +15,7 @@ from ratoon.distributed import DataParallel
 from ratoon.loop.diagnosis import StepDiagnosis
 from ratoon.loop.evaluation import Evaluation, evaluate
 from ratoon.loop.inputs import Inputs
+from ratoon.loop.repeats import tell_apart
 from ratoon.loop.run_folder import RunFolder
 from ratoon.loop.stages import attach_advantages, generate_groups, plan_updates
 from ratoon.metrics import MetricsLog
@@ -76,15 +77,21 @@ class SynchronousRun:
         self.num_steps_done = saved.step
         self.newest_checkpoint = checkpoint
         self.metrics.truncate_after(saved.step)
+        self.folder.remove_rollouts_after(saved.step)
         await self._publish()
 
-    def warm_start(self) -> None:
-        """The supervised stage: cross-entropy on the data's answers, with an optimizer of its own."""
+    def warm_start(self) -> bool:
+        """The supervised stage: cross-entropy on the demonstrations, with an optimizer of its own.
+
+        Returns whether it ran to its end: told to stop, it ends after the step in progress, and must begin anew.
+        """
         sft = self.recipe.sft
         assert sft is not None, "the recipe has no [sft] stage"
         trainer = self._trainer(self.recipe.trainer)
         examples = PromptStream(self.inputs.prompts.train, seed=self.recipe.run.seed, shuffle=True)
         for step in range(sft.num_steps):
+            if self.is_stopping:
+                return False
             started = time.perf_counter()
             with self._phase("sft"):
                 groups = self.inputs.supervised(examples.take(sft.prompts_per_step))
@@ -104,15 +111,18 @@ class SynchronousRun:
                 self.view.step(
                     StepReport(stage="sft", step=step + 1, num_steps=sft.num_steps, seconds=seconds, loss=loss)
                 )
+        return True
 
     async def train(self) -> None:
-        """Steps until the run is complete or told to stop."""
+        """Steps until the run is complete or told to stop, with a checkpoint in either case."""
         recipe, rollout = self.recipe, self.recipe.rollout
         sampling = rollout.sampling_params(recipe.run.seed)
         for step in range(self.num_steps_done, recipe.trainer.num_steps):
+            if self.is_stopping:
+                break
             started = time.perf_counter()
             with self._phase("generate"):
-                prompts = self.prompts.take(rollout.prompts_per_step)
+                prompts = tell_apart(self.prompts.take(rollout.prompts_per_step))
                 groups = await generate_groups(
                     self.engine, prompts, group_size=rollout.group_size, sampling=sampling, step=step
                 )
@@ -128,8 +138,8 @@ class SynchronousRun:
                 await self._publish()
             self._report(groups, result, seconds=time.perf_counter() - started)
             await self._after_step()
-            if self.is_stopping:
-                break
+        if self.is_stopping:
+            self.save()
 
     async def evaluate(self) -> Evaluation | None:
         """The held-out reward now, once for each step: a resumed run does not repeat it."""
@@ -163,7 +173,7 @@ class SynchronousRun:
         is_last = self.num_steps_done == config.num_steps
         if not is_last and every is not None and self.num_steps_done % every == 0:
             await self.evaluate()
-        if is_last or self.is_stopping or self.num_steps_done % config.checkpoint_every_steps == 0:
+        if is_last or self.num_steps_done % config.checkpoint_every_steps == 0:
             self.save()
 
     def _trainer(self, config: TrainerConfig) -> Trainer:

@@ -1,0 +1,13 @@
+"""Settings of every test. Nothing here imports torch: tests that need none start at once."""
+
+import os
+
+from hypothesis import settings
+
+# Before torch is imported: the machines that run these tests have few cores, and share them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# No deadline: the first call of torch or NumPy on a busy machine is slow, not wrong.
+settings.register_profile("no_deadline", deadline=None)
+settings.load_profile("no_deadline")

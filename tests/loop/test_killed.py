@@ -1,0 +1,112 @@
+"""Runs that die, and runs that meet: nothing is lost, nothing is trained twice."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+from tests.loop.tiny_run import TinyRun, traces
+
+_SPAWN_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[ForkServerContext]:
+    """Starts processes that have imported everything already: importing takes longer than the run."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ratoon.loop.run"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # the server starts without it
+    yield context
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+def ratoon_in_a_process(arguments: list[str], output: str) -> None:
+    """`ratoon ARGUMENTS`, what it prints in the file `output`."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    from ratoon.cli.main import main
+
+    status = main(arguments)
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def start(context: ForkServerContext, tiny: TinyRun) -> BaseProcess:
+    process = context.Process(
+        target=ratoon_in_a_process, args=(["train", str(tiny.recipe)], str(tiny.folder / "output")), daemon=True
+    )
+    process.start()
+    return process
+
+
+def wait_for(is_reached: Callable[[], bool], process: BaseProcess) -> None:
+    deadline = time.monotonic() + _SPAWN_S
+    while not is_reached() and process.is_alive():
+        assert time.monotonic() < deadline, "the run did not come to the moment at which it is to die"
+        time.sleep(0.0005)
+
+
+def has_rows(run_dir: Path, phase: str, count: int) -> bool:
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.exists() and metrics.read_bytes().count(f'"phase": "{phase}"'.encode()) >= count
+
+
+MOMENTS: dict[str, Callable[[Path], bool]] = {
+    "in the warm start": lambda run: has_rows(run, "sft", 1),
+    "as the first checkpoint is written": lambda run: any((run / "checkpoints").glob(".partial-*")),
+    "after the first evaluation": lambda run: has_rows(run, "evaluate", 1),
+    "in step 1": lambda run: (run / "checkpoints" / "step-000000").exists(),
+    "after a step without a checkpoint": lambda run: (run / "rollouts" / "step-000003.parquet").exists(),
+    "as a later checkpoint is written": lambda run: (
+        (run / "rollouts" / "step-000004.parquet").exists() and any((run / "checkpoints").glob(".partial-*"))
+    ),
+    "at the end of an epoch": lambda run: (run / "checkpoints" / "step-000004").exists(),
+    "between the last checkpoint and the last evaluation": lambda run: (run / "checkpoints" / "step-000006").exists(),
+}
+SAMPLED = ("after a step without a checkpoint", "between the last checkpoint and the last evaluation")
+
+
+@pytest.mark.parametrize(
+    "moment", [pytest.param(name, marks=[] if name in SAMPLED else pytest.mark.full) for name in MOMENTS]
+)
+def test_killed_run_goes_on_to_bitwise_the_same_end(
+    tiny: TinyRun, undisturbed: Path, forks: ForkServerContext, moment: str
+):
+    process = start(forks, tiny)
+    wait_for(lambda: MOMENTS[moment](tiny.run_dir), process)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(timeout=30)
+    assert process.exitcode == -signal.SIGKILL, (tiny.folder / "output").read_text()
+    outcome = tiny.train()
+    assert (outcome.status, outcome.err) == (0, "")
+    assert traces(tiny.run_dir) == traces(undisturbed)
+
+
+def test_second_process_on_one_folder_is_refused_by_name(tiny: TinyRun, undisturbed: Path, forks: ForkServerContext):
+    process = start(forks, tiny)
+    wait_for(lambda: has_rows(tiny.run_dir, "sft", 1), process)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        for arguments in ([], ["--fresh"]):
+            refused = tiny.train(*arguments)
+            assert refused.status == 2
+            assert f"held by another process (pid {process.pid})" in refused.err
+            assert str(tiny.run_dir) in refused.err
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    process.join(timeout=60)
+    assert process.exitcode == 0, (tiny.folder / "output").read_text()
+    assert traces(tiny.run_dir) == traces(undisturbed)

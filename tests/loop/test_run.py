@@ -1,0 +1,332 @@
+"""Whole runs of a tiny model: what they leave behind, how they go on, how they end."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from tests.loop.tiny_run import SCORES_PER_STEP, WORDS, TinyRun, metrics_rows, rollouts, snapshot, traces
+
+from ratoon.loop import synchronous
+from ratoon.rollout.engines.transformers import TransformersEngine
+
+
+def test_run_leaves_recipe_metrics_rollouts_checkpoints_and_log(tiny: TinyRun):
+    outcome = tiny.train()
+    assert outcome.status == 0
+    assert outcome.err == ""
+    assert {path.name for path in tiny.run_dir.iterdir()} >= {
+        "recipe.toml", "metrics.jsonl", "rollouts", "checkpoints", "run.log",
+    }  # fmt: skip
+    assert [row["step"] for row in metrics_rows(tiny.run_dir, "sft")] == [1, 2, 3]
+    assert [row["step"] for row in metrics_rows(tiny.run_dir, "train")] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in metrics_rows(tiny.run_dir, "evaluate")] == [0, 6]
+    assert [path.name for path in sorted((tiny.run_dir / "checkpoints").iterdir())] == [
+        "step-000000", "step-000002", "step-000004", "step-000006",
+    ]  # fmt: skip
+    tables = rollouts(tiny.run_dir)
+    assert list(tables) == [f"step-{step:06d}.parquet" for step in range(1, 7)]
+    rows = [row for table in tables.values() for row in table]
+    assert len(rows) == 6 * SCORES_PER_STEP
+    assert all(row["reward"] == row["response"].count("a") + 0.1 * len(row["response"]) for row in rows)
+    assert {letter for row in rows for letter in row["response"]} <= set("abcdefgh")
+    assert any(row["response"] for row in rows)
+    assert "Traceback" not in (tiny.run_dir / "run.log").read_text()
+
+
+def test_final_page_says_result_dedup_ratio_and_where_the_time_went(tiny: TinyRun):
+    page = tiny.train().out
+    before, after = (row["reward_mean"] for row in metrics_rows(tiny.run_dir, "evaluate"))
+    assert f"{before:.3f} " in page
+    assert f" {after:.3f}" in page
+    train = metrics_rows(tiny.run_dir, "train")
+    ratio = sum(row["num_logical_tokens"] for row in train) / sum(row["num_rows"] for row in train)
+    assert f"dedup ratio            {ratio:.2f}" in page
+    assert ratio > 1
+    for words in ("Where the time went", "generate", "update", "checkpoint", "ratoon export", str(tiny.run_dir)):
+        assert words in page
+
+
+def test_evaluation_uses_heldout_prompts_only(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch):
+    evaluated: set[str] = set()
+    generate_groups = synchronous.evaluate.__globals__["generate_groups"]
+
+    async def spy(engine, prompts, **settings):
+        evaluated.update(prompt.text for prompt in prompts)
+        return await generate_groups(engine, prompts, **settings)
+
+    monkeypatch.setitem(synchronous.evaluate.__globals__, "generate_groups", spy)
+    assert tiny.train("--evaluation.every_steps=2").status == 0
+    trained = {row["prompt"] for table in rollouts(tiny.run_dir).values() for row in table}
+    assert len(evaluated) == 3
+    assert len(trained) == 8
+    assert evaluated | trained == set(WORDS)
+    assert [row["step"] for row in metrics_rows(tiny.run_dir, "evaluate")] == [0, 2, 4, 6]
+
+
+def test_complete_run_says_so_and_changes_nothing(tiny: TinyRun):
+    tiny.train()
+    before = snapshot(tiny.folder)
+    again = tiny.train()
+    assert again.status == 0
+    assert "is complete: 6 steps" in again.out
+    assert snapshot(tiny.folder) == before
+
+
+@pytest.mark.parametrize("stop_at", [1, 4])
+def test_more_steps_continue_as_if_never_stopped(tiny: TinyRun, undisturbed: Path, stop_at: int):
+    """verl#5725, verl#7401: step 4 ends an epoch exactly, where a resumed stream must begin the next one."""
+    assert tiny.train("--trainer.num_steps", str(stop_at), "--data.num_heldout=3").status == 0
+    longer = tiny.train()
+    assert longer.status == 0
+    assert f"resuming after step {stop_at}" in longer.out
+    found, wanted = traces(tiny.run_dir), traces(undisturbed)
+    found["metrics"] = [row for row in found["metrics"] if (row["phase"], row["step"]) != ("evaluate", stop_at)]
+    assert found == wanted
+
+
+def test_draws_anew_for_a_prompt_taken_twice_in_a_step(tiny: TinyRun):
+    assert tiny.train("--rollout.prompts_per_step=20", "--trainer.num_steps=1").status == 0
+    (table,) = rollouts(tiny.run_dir).values()
+    by_prompt: dict[str, dict[str, list[list[int]]]] = {}
+    for row in table:
+        by_prompt.setdefault(row["prompt"], {}).setdefault(row["prompt_id"], []).append(row["token_ids"])
+    assert sum(len(groups) for groups in by_prompt.values()) == 20
+    assert len(by_prompt) == 8
+    for groups in by_prompt.values():
+        drawn = list(groups.values())
+        assert all(drawn[0] != other for other in drawn[1:])
+
+
+def test_fewer_steps_than_taken_are_a_complete_run(tiny: TinyRun):
+    tiny.train()
+    shorter = tiny.train("--trainer.num_steps=3")
+    assert shorter.status == 0
+    assert "is complete: 6 steps" in shorter.out
+    assert "trainer.num_steps = 3" in shorter.out
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "--trainer.learning_rate=0.5",
+        "--rollout.group_size=3",
+        "--run.seed=7",
+        "--algorithm.name=dapo",
+        "--model.fresh.hidden_size=16",
+        "--sft.num_steps=4",
+        "--data.num_heldout=2",
+        "--reward.score_truncated=false",
+    ],
+)
+def test_changed_recipe_is_refused_by_the_names_of_its_keys(tiny: TinyRun, override: str):
+    tiny.train("--trainer.num_steps=0")
+    before = snapshot(tiny.folder)
+    refused = tiny.train(override)
+    assert refused.status == 2
+    assert f"{override.removeprefix('--').partition('=')[0]}" in refused.err
+    assert "--fresh" in refused.err
+    assert "Traceback" not in refused.err
+    assert snapshot(tiny.folder) == before
+
+
+def test_length_and_evaluation_may_change(tiny: TinyRun):
+    tiny.train("--trainer.num_steps=1")
+    changed = tiny.train(
+        "--trainer.num_steps=2", "--evaluation.every_steps=1", "--evaluation.group_size=2",
+        "--evaluation.temperature=0.5", "--trainer.checkpoint_every_steps=1", "--rollout.timeout_s=99",
+    )  # fmt: skip
+    assert (changed.status, changed.err) == (0, "")
+    assert metrics_rows(tiny.run_dir, "evaluate")[-1]["num_responses"] == 6
+
+
+def test_fresh_sets_the_old_run_aside(tiny: TinyRun):
+    tiny.train("--trainer.num_steps=1")
+    old = snapshot(tiny.run_dir)
+    for number in (1, 2):
+        assert tiny.train("--fresh", "--trainer.num_steps=0", "--run.seed", "1").status == 0
+        assert not metrics_rows(tiny.run_dir, "train")
+        assert (tiny.run_dir.parent / f"tiny.{number}").is_dir()
+    assert snapshot(tiny.run_dir.parent / "tiny.1") == old
+
+
+def test_interrupt_ends_after_the_step_with_a_checkpoint(tiny: TinyRun, undisturbed: Path):
+    tiny.trigger(after_scores=3 + 2 * SCORES_PER_STEP + 3, action="interrupt")
+    stopped = tiny.train()
+    assert stopped.status == 130
+    assert "Run tiny stopped: 3 of 6 steps" in stopped.out
+    assert sorted((tiny.run_dir / "checkpoints").iterdir())[-1].name == "step-000003"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert tiny.train().status == 0
+    assert traces(tiny.run_dir) == traces(undisturbed)
+
+
+def test_second_interrupt_ends_at_once_and_nothing_is_lost(tiny: TinyRun, undisturbed: Path):
+    tiny.trigger(after_scores=3 + 2 * SCORES_PER_STEP + 3, action="interrupt-twice")
+    stopped = tiny.train()
+    assert stopped.status == 130
+    assert "goes on from the last checkpoint" in stopped.err
+    assert "Traceback" not in stopped.err
+    assert len(metrics_rows(tiny.run_dir, "train")) == 2
+    assert tiny.train().status == 0
+    assert traces(tiny.run_dir) == traces(undisturbed)
+
+
+def test_interrupt_in_the_last_step_leaves_the_evaluation_to_the_next_command(tiny: TinyRun, undisturbed: Path):
+    tiny.trigger(after_scores=3 + 5 * SCORES_PER_STEP + 3, action="interrupt")
+    assert tiny.train().status == 130
+    assert len(metrics_rows(tiny.run_dir, "evaluate")) == 1
+    assert tiny.train().status == 0
+    assert traces(tiny.run_dir) == traces(undisturbed)
+
+
+def test_interrupt_in_the_first_evaluation_takes_no_step(tiny: TinyRun, undisturbed: Path):
+    tiny.trigger(after_scores=1, action="interrupt")
+    assert tiny.train().status == 130
+    assert not metrics_rows(tiny.run_dir, "train")
+    assert tiny.train().status == 0
+    assert traces(tiny.run_dir) == traces(undisturbed)
+
+
+def test_interrupt_in_the_warm_start_begins_it_anew(tiny: TinyRun, undisturbed: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(synchronous, "scheduled_rate", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT) or 0.1)
+        stopped = tiny.train()
+    assert stopped.status == 130
+    assert "begins anew" in stopped.out
+    assert len(metrics_rows(tiny.run_dir, "sft")) == 1
+    assert tiny.train().status == 0
+    assert traces(tiny.run_dir) == traces(undisturbed)
+
+
+def test_equal_rewards_are_warned_of_with_the_reason_of_the_zero_loss(tiny: TinyRun):
+    """trl#3452: a loss of 0 without a word."""
+    (tiny.folder / "reward.py").write_text("def score(response):\n    return 0.25\n")
+    outcome = tiny.train("--trainer.num_steps=2")
+    assert outcome.status == 0
+    assert "every group's rewards were equal (mean 0.25), so the policy loss is 0" in outcome.out
+    assert outcome.out.count("rewards were equal") == 1
+    assert all(row["loss"] == 0 and row["num_equal_reward_groups"] == 2 for row in metrics_rows(tiny.run_dir, "train"))
+
+
+def test_truncated_responses_are_warned_of(tiny: TinyRun):
+    """trl#5697: every response cut, and the masked loss 0 without a word."""
+    outcome = tiny.train("--rollout.max_response_tokens=1", "--trainer.num_steps=3", "--run.seed=3")
+    assert outcome.status == 0
+    train = metrics_rows(tiny.run_dir, "train")
+    if any(row["num_truncated"] >= 0.9 * row["num_responses"] for row in train):
+        assert "were cut by rollout.max_response_tokens" in outcome.out
+    assert sum(row["num_truncated"] for row in train) > 0
+
+
+def test_failing_reward_ends_the_run_with_its_cause_and_the_run_goes_on_once_mended(tiny: TinyRun, undisturbed: Path):
+    tiny.trigger(after_scores=3 + 4 * SCORES_PER_STEP + 1, action="raise")
+    failed = tiny.train()
+    assert failed.status == 2
+    assert "KeyError" in failed.err
+    assert "reward.py" in failed.err
+    assert "Traceback" not in failed.err
+    assert failed.err.count("\n") == 1
+    assert "Traceback" in (tiny.run_dir / "run.log").read_text()
+    assert tiny.train().status == 0
+    assert traces(tiny.run_dir) == traces(undisturbed)
+
+
+def test_failing_engine_ends_the_run_with_its_cause(tiny: TinyRun, undisturbed: Path, monkeypatch: pytest.MonkeyPatch):
+    generate = TransformersEngine.generate
+
+    async def explode(self, prompt, *, group_size, sampling, step):
+        if step == 2:
+            raise RuntimeError("the cache is on fire")
+        return await generate(self, prompt, group_size=group_size, sampling=sampling, step=step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TransformersEngine, "generate", explode)
+        failed = tiny.train()
+    assert failed.status == 1
+    assert "RuntimeError: the cache is on fire" in failed.err
+    assert "run.log" in failed.err
+    assert "Traceback" not in failed.err + failed.out
+    assert "Traceback" in (tiny.run_dir / "run.log").read_text()
+    assert tiny.train().status == 0
+    assert traces(tiny.run_dir) == traces(undisturbed)
+
+
+def test_exported_folder_scores_as_the_checkpoint_does(tiny: TinyRun):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tiny.train("--trainer.num_steps=2")
+    out = tiny.folder / "exported"
+    exported = tiny.main(["export", str(tiny.run_dir), str(out)])
+    assert exported.status == 0
+    assert "AutoModelForCausalLM" in exported.out
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    row = rollouts(tiny.run_dir)["step-000002.parquet"][0]
+    ids = torch.tensor([tokenizer(row["prompt"]).input_ids + row["token_ids"]])
+    logprobs = []
+    for folder in (out, tiny.run_dir / "checkpoints" / "step-000002"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+        logprobs.append(model(ids).logits.log_softmax(-1))
+    assert torch.equal(*logprobs)
+    refused = tiny.main(["export", str(tiny.run_dir), str(out)])
+    assert refused.status == 2
+    assert "not an empty folder" in refused.err
+
+
+@pytest.mark.parametrize("overrides", [["--trainer.num_steps=0"], ["--data.num_heldout=0", "--trainer.num_steps=1"]])
+def test_no_steps_and_no_heldout_prompts_are_runs_too(tiny: TinyRun, overrides: list[str]):
+    first = tiny.train(*overrides)
+    assert (first.status, first.err) == (0, "")
+    again = tiny.train(*overrides)
+    assert again.status == 0
+    assert "is complete" in again.out
+
+
+def test_checkpoints_removed_from_a_run_are_missed(tiny: TinyRun):
+    tiny.train("--trainer.num_steps=2")
+    shutil.rmtree(tiny.run_dir / "checkpoints")
+    before = snapshot(tiny.run_dir)
+    refused = tiny.train("--trainer.num_steps=2")
+    assert refused.status == 2
+    assert "holds no checkpoint to go on from" in refused.err
+    assert snapshot(tiny.run_dir) == before
+    assert tiny.train("--fresh").status == 0
+
+
+def test_damaged_metrics_are_named_by_line(tiny: TinyRun):
+    tiny.train("--trainer.num_steps=1")
+    metrics = tiny.run_dir / "metrics.jsonl"
+    metrics.write_text("what is this\n" + metrics.read_text())
+    refused = tiny.train()
+    assert refused.status == 2
+    assert "metrics.jsonl, line 1" in refused.err
+    assert "Traceback" not in refused.err
+
+
+@pytest.mark.parametrize("name", ["run.log", "metrics.jsonl", "lock", "recipe.toml"])
+def test_file_that_cannot_be_written_is_named(tiny: TinyRun, name: str):
+    (tiny.run_dir / name).mkdir(parents=True)
+    refused = tiny.train()
+    assert refused.status == 2
+    assert name in refused.err
+    assert "Traceback" not in refused.err
+
+
+def test_stored_recipe_that_cannot_be_read_is_said_to_be_the_run_folders(tiny: TinyRun):
+    tiny.train("--trainer.num_steps=0")
+    (tiny.run_dir / "recipe.toml").write_text("[trainer\n")
+    refused = tiny.train()
+    assert refused.status == 2
+    assert str(tiny.run_dir) in refused.err
+    assert "--fresh" in refused.err
+
+
+def test_changed_data_is_refused_on_resume(tiny: TinyRun):
+    tiny.train("--trainer.num_steps=2")
+    words = tiny.folder / "words.jsonl"
+    words.write_text("".join(line + "\n" for line in words.read_text().splitlines()[1:]))
+    refused = tiny.train()
+    assert refused.status == 2
+    assert "other prompts" in refused.err
