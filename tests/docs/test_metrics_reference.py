@@ -1,0 +1,37 @@
+"""docs/metrics.md names everything that a run writes."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from ratoon.loop.diagnosis import StepDiagnosis
+from ratoon.loop.evaluation import Evaluation
+from ratoon.trainer.rollout_table import ROLLOUT_SCHEMA
+from ratoon.trainer.step_result import StepResult
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def documented(heading: str) -> set[str]:
+    """First cells of the table rows under a heading."""
+    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert section, f"docs/metrics.md has no heading {heading!r}"
+    return set(re.findall(r"^\| `(\w+)`", section[1], re.MULTILINE))
+
+
+@pytest.mark.parametrize("record", [StepDiagnosis, StepResult])
+def test_every_field_of_a_training_step_is_documented(record: type):
+    names = {field.name for field in fields(record)}
+    assert names
+    assert names <= documented("Rows of a training step")
+
+
+def test_every_field_of_an_evaluation_is_documented():
+    names = {field.name for field in fields(Evaluation)}
+    assert names == documented("Rows of an evaluation")
+
+
+def test_every_column_of_the_rollouts_is_documented():
+    assert set(ROLLOUT_SCHEMA.names) == documented("Columns of rollouts/step-NNNNNN.parquet")
