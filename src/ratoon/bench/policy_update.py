@@ -139,6 +139,7 @@ def _padded_chunked(model: PreTrainedModel, work: _Work) -> Tensor:
     with stock_attention(model, "sdpa"):
         hidden_NSC = model.base_model(input_ids=work.token_ids_NS, use_cache=False)[0]
     head = model.get_output_embeddings()
+    assert head is not None, "load_policy accepts only models with a head"
     hidden_MC = hidden_NSC[:, P - 1 : -1].reshape(N * R, -1)
     logprobs_M, _ = linear_logprob(hidden_MC, head.weight, work.token_ids_NS[:, P:].reshape(-1))
     return _loss(logprobs_M, work)
