@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ratoon.config.loading import changed_keys, dump_recipe, load_recipe, parse_overrides
 from ratoon.types.errors import UserError
@@ -117,3 +119,71 @@ def test_missing_folder_and_binary_files_are_named(tmp_path: Path):
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not UTF-8"):
         load_recipe(binary)
+
+
+def test_strings_need_no_quotes_on_the_command_line(tmp_path: Path):
+    path = write(tmp_path, GOOD)
+    for text, wanted in [("2026", "2026"), ("true", "true"), ("1e3", "1e3"), ('"2026"', "2026"), ("plain", "plain")]:
+        assert load_recipe(path, [f"--run.name={text}"]).run.name == wanted
+    with pytest.raises(UserError, match="whole number"):
+        load_recipe(path, ["--run.seed=x"])
+
+
+def test_override_with_a_line_break_sets_no_other_key(tmp_path: Path):
+    assert parse_overrides(["--a.b=1\nc = 2"]) == [("a.b", "1\nc = 2")]
+
+
+@pytest.mark.parametrize("key", ["run..name", ".name", "run.", "run.name.x", ".", ".."])
+def test_odd_keys_are_user_errors(tmp_path: Path, key: str):
+    with pytest.raises(UserError):
+        load_recipe(write(tmp_path, GOOD), [f"--{key}=1"])
+
+
+def test_byte_order_mark_is_no_error(tmp_path: Path):
+    path = tmp_path / "marked.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode())
+    assert load_recipe(path).trainer.num_steps == 3
+
+
+def test_deep_nesting_is_a_user_error(tmp_path: Path):
+    with pytest.raises(UserError, match="nested too deeply"):
+        load_recipe(write(tmp_path, "x = " + "[" * 100_000))
+    assert parse_overrides(["--a=" + "[" * 100_000])[0][1].startswith("[[")
+
+
+SPECIAL = st.sampled_from(
+    ['"', "'", "\\", "\n", "\t", "\x00", "é", "🌱", "#", "=", "[", "]", "{", "}", "\r", " ", "\u2028"]
+)
+
+
+@given(
+    prompt_template=st.text(SPECIAL, max_size=8),
+    stop=st.lists(st.text(SPECIAL, min_size=1, max_size=3), max_size=3),
+    options=st.dictionaries(
+        st.text(min_size=1, max_size=4).filter(lambda key: key not in ("size", "seed")),
+        st.one_of(st.integers(-9, 9), st.floats(allow_nan=False), st.booleans(), st.text(SPECIAL, max_size=3)),
+        max_size=3,
+    ),
+    norm=st.sampled_from([1.0, float("inf"), 1e-300]),
+)
+def test_any_recipe_survives_its_own_dump(
+    tmp_path_factory: pytest.TempPathFactory,
+    prompt_template: str, stop: list[str], options: dict[str, object], norm: float,
+):  # fmt: skip
+    """A run folder's recipe is read again by every resume: what differs there would refuse the same command."""
+    folder = tmp_path_factory.mktemp("dump")
+    plain = load_recipe(write(folder, GOOD))
+    recipe = plain.model_copy(
+        update={
+            "data": plain.data.model_copy(update={"prompt_template": "{prompt}" + prompt_template, "options": options}),
+            "rollout": plain.rollout.model_copy(update={"stop": tuple(stop)}),
+            "trainer": plain.trainer.model_copy(update={"max_grad_norm": norm}),
+        }
+    )
+    (folder / "dumped.toml").write_text(dump_recipe(recipe), encoding="utf-8")
+    assert changed_keys(recipe, load_recipe(folder / "dumped.toml")) == ()
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "recipes").glob("*.toml")), ids=lambda p: p.name)
+def test_recipes_of_the_repository_load(path: Path):
+    assert load_recipe(path).run.name == path.stem

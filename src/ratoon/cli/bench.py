@@ -12,9 +12,7 @@ from ratoon.models import load_policy
 
 def bench(known: argparse.Namespace) -> int:
     """Runs one benchmark, prints its table, and appends its rows to `--results` if given."""
-    case = PolicyUpdateCase(
-        model=Path(known.model.removeprefix("package:")).name, P=known.prompt, R=known.response, N=known.group_size
-    )
+    case = PolicyUpdateCase(model=_model_name(known), P=known.prompt, R=known.response, N=known.group_size)
     model = load_policy(known.model, gguf_file=known.gguf_file)
     command = shlex.join(["ratoon", *sys.argv[1:]])
     rows = bench_policy_update(model, case, repeats=known.repeats, command=command)
@@ -26,3 +24,10 @@ def bench(known: argparse.Namespace) -> int:
     if known.results is not None:
         append_rows(known.results, rows)
     return 0
+
+
+def _model_name(known: argparse.Namespace) -> str:
+    """What the rows call the model: its GGUF file up to the first dot, or its folder."""
+    if known.gguf_file is not None:
+        return known.gguf_file.partition(".")[0]
+    return Path(known.model.removeprefix("package:")).name

@@ -147,12 +147,18 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("name", choices=["policy-update"])
     bench.add_argument("--model", required=True, help="a model folder, or package:NAME")
     bench.add_argument("--gguf-file", default=None, help="a GGUF file inside the model folder")
-    bench.add_argument("--prompt", type=int, default=512, metavar="P", help="prompt tokens")
-    bench.add_argument("--response", type=int, default=64, metavar="R", help="tokens of each response")
-    bench.add_argument("--group-size", type=int, default=8, metavar="N", help="responses of the prompt")
-    bench.add_argument("--repeats", type=int, default=3, help="timed runs of each case; the median counts")
+    bench.add_argument("--prompt", type=_positive, default=512, metavar="P", help="prompt tokens")
+    bench.add_argument("--response", type=_positive, default=64, metavar="R", help="tokens of each response")
+    bench.add_argument("--group-size", type=_positive, default=8, metavar="N", help="responses of the prompt")
+    bench.add_argument("--repeats", type=_positive, default=3, help="timed runs of each case; the median counts")
     bench.add_argument("--results", type=Path, help="append rows to this .jsonl file")
     return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def _command(

@@ -153,12 +153,16 @@ def _sentence(detail: ErrorDetails) -> str:
         meant = f" Did you mean {close[0]}?" if close else ""
         where = f"[{'.'.join(location[:-1])}]" if location[1:] else "a recipe"
         return f"{key} = {got} is not a key of {where}.{meant} Allowed: {', '.join(allowed)}."
+    allowed = _allowed_values(section, name)
+    indices = [part for part in detail["loc"] if isinstance(part, int)]
+    if detail["type"] == "missing" and indices:
+        return f"{key} = {got} is too short." + (f" Allowed: {allowed}." if allowed else "")
+    key += "".join(f"[{index}]" for index in indices)
     if detail["type"] == "missing":
         described = section.model_fields[name].description if section and name in section.model_fields else None
         return f"{key} is missing and has no default." + (f" It is: {described}" if described else "")
     if detail["type"] == "value_error":
         return f"{key} = {got}: {_reason(detail)}." if key else f"{_reason(detail)}."
-    allowed = _allowed_values(section, name)
     return f"{key} = {got}: {_reason(detail)}." + (f" Allowed: {allowed}." if allowed else "")
 
 
@@ -204,7 +208,8 @@ def _type_in_words(annotation: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type_in_words(argument) for argument in arguments if argument is not type(None))
     if origin is tuple:
-        return f"a list of {_type_in_words(arguments[0])}"
+        words = _type_in_words(arguments[0])
+        return f"a list of {words}" if Ellipsis in arguments else f"a list of {len(arguments)}, each {words}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "a table with " + ", ".join(annotation.model_fields)
     plain: dict[Any, str] = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}

@@ -1,0 +1,78 @@
+"""Who holds a run's folder, and which recipe it follows."""
+
+from pathlib import Path
+
+import pytest
+from tests.loop.tiny_run import write_tiny_recipe
+
+from ratoon.config.loading import load_recipe
+from ratoon.config.recipe import Recipe
+from ratoon.loop.run_folder import open_run_folder
+from ratoon.types.errors import UserError
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    write_tiny_recipe(tmp_path)
+    return load_recipe(tmp_path / "recipe.toml")
+
+
+def test_folder_is_held_until_closed(recipe: Recipe):
+    with open_run_folder(recipe, fresh=False) as folder:
+        for fresh in (False, True):
+            with pytest.raises(UserError, match="held by another process"):
+                open_run_folder(recipe, fresh=fresh)
+        assert (folder.path / "lock").read_text().strip().isdigit()
+    with open_run_folder(recipe, fresh=False):
+        pass
+
+
+def test_refusal_frees_the_folder(recipe: Recipe):
+    with open_run_folder(recipe, fresh=False):
+        pass
+    other = recipe.model_copy(update={"run": recipe.run.model_copy(update={"seed": 5})})
+    with pytest.raises(UserError, match=r"changed: run\.seed"):
+        open_run_folder(other, fresh=False)
+    with open_run_folder(recipe, fresh=False):
+        pass
+
+
+def test_stored_recipe_is_the_resolved_one(recipe: Recipe):
+    with open_run_folder(recipe, fresh=False) as folder:
+        assert load_recipe(folder.path / "recipe.toml") == recipe
+        assert not [path for path in folder.path.iterdir() if "partial" in path.name]
+
+
+def test_fresh_without_an_old_run_is_a_new_run(recipe: Recipe):
+    with open_run_folder(recipe, fresh=True) as folder:
+        assert [path.name for path in folder.path.parent.iterdir()] == ["tiny"]
+
+
+def test_fresh_sets_aside_under_the_next_free_name(recipe: Recipe):
+    for count in (1, 2, 3):
+        with open_run_folder(recipe, fresh=True) as folder:
+            (folder.path / f"mark-{count}").write_text("")
+    parent = folder.path.parent
+    assert sorted(path.name for path in parent.iterdir()) == ["tiny", "tiny.1", "tiny.2"]
+    assert (parent / "tiny.1" / "mark-1").exists()
+    assert (parent / "tiny.2" / "mark-2").exists()
+
+
+def test_rollouts_after_a_step_are_removed(recipe: Recipe):
+    with open_run_folder(recipe, fresh=False) as folder:
+        folder.remove_rollouts_after(0)  # no folder yet
+        folder.rollouts.mkdir()
+        for name in ("step-000001.parquet", "step-000009.parquet", "step-000010.parquet", "step-1000000.parquet"):
+            (folder.rollouts / name).write_text("")
+        (folder.rollouts / "notes.txt").write_text("the user's own")
+        folder.remove_rollouts_after(9)
+        assert sorted(path.name for path in folder.rollouts.iterdir()) == [
+            "notes.txt", "step-000001.parquet", "step-000009.parquet",
+        ]  # fmt: skip
+
+
+def test_home_is_expanded(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    at_home = recipe.model_copy(update={"run": recipe.run.model_copy(update={"output_dir": "~/runs"})})
+    with open_run_folder(at_home, fresh=False) as folder:
+        assert folder.path == tmp_path / "home" / "runs" / "tiny"
