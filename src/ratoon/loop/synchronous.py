@@ -7,6 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from ratoon.config.recipe import Recipe
@@ -20,7 +21,7 @@ from ratoon.loop.run_folder import RunFolder
 from ratoon.loop.stages import attach_advantages, generate_groups, plan_updates
 from ratoon.metrics import MetricsLog
 from ratoon.models import model_shape
-from ratoon.planner import CostModel
+from ratoon.planner import CostModel, peak_tflops
 from ratoon.rewards import score
 from ratoon.rollout import RolloutEngine
 from ratoon.trainer import MasterOptimizer, StepResult, Trainer, TrainerConfig, Update
@@ -62,6 +63,8 @@ class SynchronousRun:
         self.data_parallel = data_parallel
         self.prompts = PromptStream(inputs.prompts.train, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
         self.cost = CostModel.from_shape(model_shape(model.config), flops_per_s=_ASSUMED_FLOPS_PER_S[model.device.type])
+        is_cuda = model.device.type == "cuda"
+        self.peak_tflops = peak_tflops(torch.cuda.get_device_name(model.device)) if is_cuda else None
         self.trainer = self._trainer(recipe.trainer)
         self.num_steps_done = 0
         self.newest_checkpoint: Path | None = None
@@ -136,7 +139,7 @@ class SynchronousRun:
             self.num_steps_done = step + 1
             with self._phase("publish"):
                 await self._publish()
-            self._report(groups, result, seconds=time.perf_counter() - started)
+            self._report(groups, updates, result, seconds=time.perf_counter() - started)
             await self._after_step()
         if self.is_stopping:
             self.save()
@@ -206,10 +209,13 @@ class SynchronousRun:
         weights = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
         await publish(weights, self.num_steps_done, [self.engine], timeout_s=self.recipe.rollout.timeout_s)
 
-    def _report(self, groups: list[RolloutGroup], result: StepResult, *, seconds: float) -> None:
+    def _report(
+        self, groups: Sequence[RolloutGroup], updates: Sequence[Update], result: StepResult, *, seconds: float
+    ) -> None:
         """The step in metrics.jsonl, in rollouts/, and before the user's eyes."""
         diagnosis = StepDiagnosis.of(groups, policy_version=self.num_steps_done - 1)
         num_generated = sum(sum(group.response_lengths) for group in groups)
+        tflops_per_s = result.useful_flops / result.update_s / 1e12
         self.metrics.log(
             self.num_steps_done,
             "train",
@@ -219,6 +225,9 @@ class SynchronousRun:
             num_generated_tokens=num_generated,
             logical_tokens_per_s=result.num_logical_tokens / result.update_s,
             computed_tokens_per_s=result.num_rows / result.update_s,
+            useful_tflops_per_s=tflops_per_s,
+            useful_mfu=None if self.peak_tflops is None else tflops_per_s / self.peak_tflops,
+            planner_imbalance=max(update.plan.imbalance for update in updates),
             step_s=seconds,
         )
         write_rollouts(self.folder.rollouts, self.num_steps_done, groups)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ratoon.planner.config import PlannerConfig
     from ratoon.planner.cost import CostModel, WindowCost
-    from ratoon.planner.flops import attended_pairs, useful_flops
+    from ratoon.planner.flops import attended_pairs, peak_tflops, useful_flops
     from ratoon.planner.group_shape import GroupShape
     from ratoon.planner.plan import StepPlan, plan_shapes, plan_step
 
@@ -17,6 +17,7 @@ _HOMES = {
     "StepPlan": "plan",
     "WindowCost": "cost",
     "attended_pairs": "flops",
+    "peak_tflops": "flops",
     "plan_shapes": "plan",
     "plan_step": "plan",
     "useful_flops": "flops",
@@ -29,6 +30,7 @@ __all__ = [
     "StepPlan",
     "WindowCost",
     "attended_pairs",
+    "peak_tflops",
     "plan_shapes",
     "plan_step",
     "useful_flops",

@@ -17,6 +17,14 @@ from ratoon.types.model_shape import ModelShape
 _MATMUL_PASSES = 3.0
 _ATTENTION_PASSES = 3.5
 
+# Dense bf16 TFLOP/s by the vendors' datasheets, by a part of the device's name.
+_PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0, "4090": 165.0}
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Dense bf16 peak of a GPU, for MFU; None where it is not known."""
+    return next((peak for part, peak in _PEAK_TFLOPS.items() if part in device_name), None)
+
 
 def row_flops(shape: ModelShape) -> float:
     """Forward and backward of one row through the weights of all layers (those a token meets)."""

@@ -10,6 +10,8 @@ from torch import Tensor
 from ratoon.algorithms.losses import PolicyLoss
 from ratoon.distributed import DataParallel
 from ratoon.layout.packed_layout import PackedLayout
+from ratoon.planner import useful_flops
+from ratoon.types.model_shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,9 @@ class StepResult:
     """Token rows that separate sequences would have taken."""
 
     num_loss_tokens: int
+    useful_flops: float
+    """Forward and backward of the rows computed; neither recomputation nor old log-probs count."""
+
     entropy_mean: float
     """Nats per token."""
 
@@ -63,6 +68,7 @@ class StepTotals:
 
     num_rows: Tensor
     num_logical_tokens: Tensor
+    useful_flops: Tensor
     loss: Tensor
     num_loss_tokens: Tensor
     num_clipped: Tensor
@@ -78,9 +84,10 @@ class StepTotals:
     def zeros(cls, device: torch.device) -> "StepTotals":
         return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in fields(cls)))
 
-    def add_rows(self, layout: PackedLayout) -> None:
+    def add_rows(self, layout: PackedLayout, shape: ModelShape) -> None:
         self.num_rows += layout.num_rows
         self.num_logical_tokens += layout.num_logical_tokens
+        self.useful_flops += useful_flops(shape, layout)
 
     @torch.no_grad()
     def add_loss(self, loss: Tensor, policy_loss: PolicyLoss, entropy_M: Tensor) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ratoon.algorithms.config import AlgorithmConfig
 from ratoon.algorithms.losses import clipped_policy_loss, entropy_bonus, supervised_loss
 from ratoon.distributed import DataParallel
-from ratoon.models import forward_logprobs
+from ratoon.models import forward_logprobs, model_shape
 from ratoon.trainer.microbatch import LossMean, Microbatch, Update, build_microbatch
 from ratoon.trainer.optimizer import MasterOptimizer
 from ratoon.trainer.step_result import StepResult, StepTotals
@@ -38,6 +38,7 @@ class Trainer:
         self.temperature = temperature
         self.max_grad_norm = max_grad_norm
         self.data_parallel = data_parallel
+        self.shape = model_shape(model.config)
         self.device = next(model.parameters()).device
 
     def step(self, updates: Sequence[Update], *, learning_rate: float) -> StepResult:
@@ -68,6 +69,7 @@ class Trainer:
             num_rows=int(sums["num_rows"]),
             num_logical_tokens=int(sums["num_logical_tokens"]),
             num_loss_tokens=int(sums["num_loss_tokens"]),
+            useful_flops=sums["useful_flops"],
             entropy_mean=sums["entropy"] / num_loss_tokens,
             clipped_fraction=sums["num_clipped"] / num_loss_tokens,
             kl_old_mean=sums["kl_old"] / num_loss_tokens,
@@ -122,7 +124,7 @@ class Trainer:
             loss = loss - self.algorithm.entropy_coefficient * entropy_bonus(entropy_M, weights_M)
         loss.backward()
         self.optimizer.accumulate()
-        totals.add_rows(batch.layout)
+        totals.add_rows(batch.layout, self.shape)
         totals.add_loss(loss, policy_loss, entropy_M)
         if batch.rollout_logprobs_M is not None:
             totals.add_mismatch(old_logprobs_M, _like(batch.rollout_logprobs_M, old_logprobs_M))
