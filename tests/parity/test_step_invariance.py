@@ -164,7 +164,7 @@ def five_responses() -> tuple[RolloutGroup, ...]:
     ],
 )
 def test_every_way_of_cutting_five_responses(loss_mean: LossMean, share: bool):
-    """verl#6957, AReaL's and TRL's kin: the mean must be over the step, not over the microbatch."""
+    """verl#6957: the mean must be over the step, not over the microbatch."""
     algorithm = algorithm_of(loss_mean)
     by_hand = run_by_hand([five_responses()], algorithm)
     (update,) = plan(five_responses(), 1, share=share)
