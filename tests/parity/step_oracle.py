@@ -35,7 +35,9 @@ def make_group(rng: np.random.Generator, prompt: list[int], response_lengths: Se
         Response(rng.integers(3, VOCAB_SIZE, length), rollout_logprobs=-5 * rng.random(length, np.float32))
         for length in response_lengths
     ]
-    return RolloutGroup(Prompt("p", np.array(prompt)), tuple(responses), advantages_N=rng.normal(0.3, 1.0, len(responses)))
+    return RolloutGroup(
+        Prompt("p", np.array(prompt)), tuple(responses), advantages_N=rng.normal(0.3, 1.0, len(responses))
+    )
 
 
 def ragged_groups(seed: int = 0) -> tuple[RolloutGroup, ...]:
@@ -125,13 +127,7 @@ def run_by_hand(minibatches: Sequence[Sequence[RolloutGroup]], algorithm: Algori
     """The same step from the papers' formulas: arXiv 2402.03300 eq. 3, arXiv 2503.14476 eq. 8."""
     model = build_model(FAMILY)
     model.set_attn_implementation("eager")
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    adamw = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}],
-        lr=LEARNING_RATE,
-        betas=BETAS,
-    )
+    adamw = adamw_of(model)
     outcome = Outcome()
     ratios: list[float] = []
     entropies: list[float] = []
@@ -143,21 +139,20 @@ def run_by_hand(minibatches: Sequence[Sequence[RolloutGroup]], algorithm: Algori
         for groups in minibatches:
             num_responses = sum(len(group.responses) for group in groups)
             num_tokens = sum(len(response.token_ids) for group in groups for response in group.responses)
-            loss = torch.zeros((), dtype=torch.float64)
+            losses: list[Tensor] = []
             for group, response, advantage in each_response(groups):
                 logprobs_R, entropy_R = score(model, group, response)
                 ratio_R = torch.exp(logprobs_R - old[id(response)])
+                used_R, is_clipped_R = clipped(ratio_R, advantage, algorithm)
                 share = 1 / num_tokens
                 if algorithm.loss_mean == "sequence":
                     share = 1 / (len(response.token_ids) * num_responses)
-                limit = 1 + algorithm.clip_high if advantage > 0 else 1 - algorithm.clip_low
-                is_clipped_R = ratio_R > limit if advantage > 0 else ratio_R < limit
-                used_R = torch.where(is_clipped_R, limit, ratio_R)
-                loss = loss - share * (advantage * used_R + algorithm.entropy_coefficient * entropy_R).sum()
+                losses.append(-share * (advantage * used_R + algorithm.entropy_coefficient * entropy_R).sum())
                 ratios += ratio_R.tolist()
                 entropies += entropy_R.tolist()
                 gaps += (old[id(response)] - torch.tensor(response.rollout_logprobs)).abs().tolist()
                 num_clipped += int(is_clipped_R.sum())
+            loss = torch.stack(losses).sum()
             backward(loss)
             outcome.loss += loss.item()
             kept = gradients(model)
@@ -175,6 +170,24 @@ def run_by_hand(minibatches: Sequence[Sequence[RolloutGroup]], algorithm: Algori
     outcome.clipped_fraction = num_clipped / len(ratios)
     outcome.mismatch_mean_abs, outcome.mismatch_max_abs = float(np.mean(gaps)), max(gaps)
     return outcome
+
+
+def adamw_of(model: PreTrainedModel) -> torch.optim.AdamW:
+    """Decays matrices only."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}],
+        lr=LEARNING_RATE,
+        betas=BETAS,
+    )
+
+
+def clipped(ratio_R: Tensor, advantage: float, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """The ratios that count, and whether each stands at its limit: the upper for good responses, else the lower."""
+    limit = 1 + algorithm.clip_high if advantage > 0 else 1 - algorithm.clip_low
+    is_clipped_R = ratio_R > limit if advantage > 0 else ratio_R < limit
+    return torch.where(is_clipped_R, limit, ratio_R), is_clipped_R
 
 
 def each_response(groups: Sequence[RolloutGroup]) -> list[tuple[RolloutGroup, Response, float]]:
