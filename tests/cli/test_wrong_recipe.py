@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import ratoon
+from ratoon.attention.impls import ImplStatus
 from ratoon.cli.main import main
 
 RECIPE = """\
@@ -194,6 +195,21 @@ def test_absent_model_folder_is_refused_and_no_hub_is_asked(recipe: Path, refuse
     message = refused()
     assert path in message
     assert "folder" in message
+
+
+@pytest.mark.parametrize("impl", ["triton", "flex"])
+def test_attention_that_cannot_run_here_is_refused(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, impl: str
+):
+    found = [
+        ImplStatus(impl=impl, provider="p", is_available=False, reason="no GPU"),
+        ImplStatus(impl="reference", provider="eager", is_available=True, reason=""),
+    ]
+    monkeypatch.setattr("ratoon.loop.inputs.available_impls", lambda: found)
+    message = refused(f"--model.attention={impl}")
+    assert f'model.attention = "{impl}"' in message
+    assert "no GPU" in message
+    assert '"reference"' in message
 
 
 def test_cuda_is_refused_where_there_is_none(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch):

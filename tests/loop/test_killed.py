@@ -110,3 +110,19 @@ def test_second_process_on_one_folder_is_refused_by_name(tiny: TinyRun, undistur
     process.join(timeout=60)
     assert process.exitcode == 0, (tiny.folder / "output").read_text()
     assert traces(tiny.run_dir) == traces(undisturbed)
+
+
+def test_interrupt_from_outside_ends_with_a_checkpoint_and_status_130(
+    tiny: TinyRun, undisturbed: Path, forks: ForkServerContext
+):
+    process = start(forks, tiny)
+    wait_for(lambda: has_rows(tiny.run_dir, "train", 1), process)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.join(timeout=60)
+    printed = (tiny.folder / "output").read_text()
+    assert process.exitcode == 130, printed
+    assert "stopping after what is in progress" in printed
+    assert "Traceback" not in printed
+    assert tiny.train().status == 0
+    assert traces(tiny.run_dir) == traces(undisturbed)

@@ -3,6 +3,8 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -330,3 +332,60 @@ def test_changed_data_is_refused_on_resume(tiny: TinyRun):
     refused = tiny.train()
     assert refused.status == 2
     assert "other prompts" in refused.err
+
+
+GYM = """\
+[run]
+name = "gym"
+output_dir = "{folder}/runs"
+[model.fresh]
+hidden_size = 32
+intermediate_size = 48
+num_layers = 2
+num_heads = 2
+num_kv_heads = 1
+head_dim = 16
+max_positions = 128
+[data]
+source = "reasoning-gym:spell_backward"
+options = {{ min_word_len = 3, max_word_len = 3 }}
+size = 30
+num_heldout = 4
+chat_template = false
+[sft]
+num_steps = 3
+prompts_per_step = 4
+[rollout]
+prompts_per_step = 2
+group_size = 4
+max_response_tokens = 5
+[reward]
+function = "reasoning-gym"
+[trainer]
+num_steps = 4
+"""
+
+
+def test_verifiable_task_from_reasoning_gym(tiny: TinyRun):
+    tiny.recipe.write_text(GYM.format(folder=tiny.folder))
+    outcome = tiny.train()
+    assert (outcome.status, outcome.err) == (0, "")
+    run_dir = tiny.folder / "runs" / "gym"
+    rows = [row for table in rollouts(run_dir).values() for row in table]
+    assert len(rows) == 4 * 2 * 4
+    assert all("Spell this word backward" in row["prompt"] and row["answer"] for row in rows)
+    assert len(metrics_rows(run_dir, "sft")) == 3
+    assert [row["num_responses"] for row in metrics_rows(run_dir, "evaluate")] == [4, 4]
+
+
+@pytest.mark.full
+def test_the_installed_command_trains_in_a_process_of_its_own(tiny: TinyRun):
+    tiny.recipe.write_text(GYM.format(folder=tiny.folder))
+    source = str(Path(synchronous.__file__).parents[2])
+    for words in ("Run gym complete: 4 of 4 steps", "is complete: 4 steps"):
+        done = subprocess.run(
+            [sys.executable, "-m", "ratoon.cli.main", "train", str(tiny.recipe)],
+            env={**os.environ, "PYTHONPATH": source}, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, "")
+        assert words in done.stdout

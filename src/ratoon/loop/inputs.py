@@ -7,10 +7,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ratoon.attention import available_impls
 from ratoon.config.recipe import Recipe
 from ratoon.data import PromptSplit, load_prompts, supervised_examples
 from ratoon.loop.demonstrations import demonstrations_of
 from ratoon.models import align_eos, attach, build_fresh, load_policy, load_tokenizer, set_recompute
+from ratoon.models.config import AttentionImpl
 from ratoon.models.load import DTYPES
 from ratoon.rewards import build_reward_fn, check_prompts
 from ratoon.types.errors import UserError
@@ -105,6 +107,19 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+def check_attention(impl: AttentionImpl) -> None:
+    """Raises UserError if no provider of `impl` works here. Whether it fits the model, attaching it shows."""
+    found = available_impls()
+    if impl == "auto" or any(status.impl == impl and status.is_available for status in found):
+        return
+    reasons = "; ".join(status.reason for status in found if status.impl == impl) or "there is no such implementation"
+    usable = sorted({status.impl for status in found if status.is_available})
+    raise UserError(
+        f'model.attention = "{impl}" cannot run here: {reasons}. Allowed here: "auto", '
+        + ", ".join(f'"{name}"' for name in usable)
+    )
 
 
 def _load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:

@@ -5,8 +5,8 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import torch
@@ -14,12 +14,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from ratoon.config.recipe import Recipe
 from ratoon.distributed import single_process
-from ratoon.loop.inputs import Inputs, load_inputs, load_model, resolve_device
+from ratoon.loop.inputs import Inputs, check_attention, load_inputs, load_model, resolve_device
 from ratoon.loop.run_folder import RunFolder, open_run_folder
 from ratoon.loop.synchronous import SynchronousRun
 from ratoon.metrics import MetricsLog, read_metrics
 from ratoon.metrics.rows import MetricValue
-from ratoon.rollout import build_engine
+from ratoon.rollout import RolloutEngine, build_engine
 from ratoon.trainer.checkpoint import checkpoint_step, clean_leftovers, latest_checkpoint
 from ratoon.types.errors import UserError
 from ratoon.view import RunLog, RunSummary, RunView
@@ -43,6 +43,7 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
     started = time.monotonic()
     disable_progress_bar()  # transformers would draw one over ours for every checkpoint
     device = resolve_device(recipe.trainer.device)
+    check_attention(recipe.model.attention)
     inputs = load_inputs(recipe, recipe_dir)
     folder = open_run_folder(recipe, fresh=fresh)
     log = RunLog(folder.log)
@@ -86,7 +87,7 @@ class RunFailedError(RuntimeError):
 
 
 async def _begin_or_resume(run: SynchronousRun, checkpoint: Path | None) -> None:
-    try:
+    async with _closing(run.engine, run.view.warn):
         if checkpoint is not None:
             await run.restore(checkpoint)
             run.view.say(f"resuming after step {run.num_steps_done} from {checkpoint}")
@@ -103,8 +104,20 @@ async def _begin_or_resume(run: SynchronousRun, checkpoint: Path | None) -> None
         await run.train()
         if not run.is_stopping:
             await run.evaluate()
-    finally:
-        await run.engine.close()
+
+
+@asynccontextmanager
+async def _closing(engine: RolloutEngine, warn: Callable[[str], None]) -> AsyncIterator[None]:
+    """Closes the engine in the end. An engine that failed may fail to close too: the first failure is the cause."""
+    try:
+        yield
+    except BaseException:
+        try:
+            await engine.close()
+        except Exception as error:
+            warn(f"the rollout engine did not close either: {error}")
+        raise
+    await engine.close()
 
 
 def _is_complete(recipe: Recipe, inputs: Inputs, checkpoint: Path | None, metrics: MetricsLog) -> bool:
