@@ -34,7 +34,7 @@ def test_counts():
     assert found.reward_std == pytest.approx(np.std([0.5, 0.5, 0.5, 0.0, 1.0]))
     assert found.response_tokens_mean == pytest.approx(9 / 5)
     assert found.staleness_max == 4
-    assert found.warnings() == ()
+    assert found.warnings() == {}
 
 
 @pytest.mark.parametrize("groups", [[], [group(response(2))], [group(response(0, version=None), rewards=[1.0])]])
@@ -51,7 +51,7 @@ def test_group_of_one_is_a_group_of_equal_rewards():
 def test_equal_rewards_explain_the_zero_loss():
     """trl#3452. Equal within each group, different between them: still nothing to learn."""
     groups = [group(response(2), response(3), rewards=[r, r]) for r in (0.0, 1.0)]
-    (warning,) = StepDiagnosis.of(groups, policy_version=0).warnings()
+    (warning,) = StepDiagnosis.of(groups, policy_version=0).warnings().values()
     assert "so the policy loss is 0" in warning
     assert "rollout.group_size" in warning
 
@@ -61,9 +61,13 @@ def test_truncation_is_said_from_nine_tenths_on(num_cut: int, is_said: bool):
     """trl#5697."""
     responses = [response(3, FinishReason.LENGTH if i < num_cut else FinishReason.EOS) for i in range(10)]
     warnings = StepDiagnosis.of([group(*responses, rewards=[float(i) for i in range(10)])], policy_version=0).warnings()
-    assert any(f"{num_cut} of 10 responses were cut by rollout.max_response_tokens" in w for w in warnings) == is_said
+    assert (
+        any(f"{num_cut} of 10 responses were cut by rollout.max_response_tokens" in w for w in warnings.values())
+        == is_said
+    )
 
 
 def test_empty_responses_are_said():
-    (warning,) = StepDiagnosis.of([group(response(1), response(1), rewards=[0.0, 1.0])], policy_version=0).warnings()
+    found = StepDiagnosis.of([group(response(1), response(1), rewards=[0.0, 1.0])], policy_version=0)
+    (warning,) = found.warnings().values()
     assert "2 of 2 responses were empty" in warning

@@ -105,3 +105,14 @@ def test_notes_and_warnings_are_on_the_page():
 def test_the_ascii_page_is_ascii():
     assert "\n".join(page(SUMMARY, ascii_only=True)).isascii()
     assert "0.410 -> 0.900" in line_with(page(SUMMARY, ascii_only=True), "held-out reward")
+
+
+def test_the_command_to_train_longer_names_the_length_once():
+    command = "ratoon train r.toml --trainer.num_steps 30 --run.seed=1"
+    (line,) = [text for text in page(replace(SUMMARY, train_command=command)) if "train longer" in text]
+    assert line.endswith(f"ratoon train r.toml --run.seed=1 --trainer.num_steps {2 * SUMMARY.num_steps}")
+
+
+def test_a_run_of_no_steps_is_told_a_length_to_train():
+    (line,) = [text for text in page(replace(SUMMARY, num_steps=0, num_steps_done=0)) if "train longer" in text]
+    assert line.endswith("--trainer.num_steps 100")

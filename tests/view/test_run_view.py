@@ -245,3 +245,12 @@ def test_the_log_file_stamps_every_line_and_appends(tmp_path: Path):
     lines = (tmp_path / "runs" / "run.log").read_text().splitlines()
     assert [line.split("  ", 1)[1] for line in lines] == ["first", "second", "ε \\ud83d"]
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]", line) for line in lines)
+
+
+def test_a_kind_of_warning_is_shown_once_whatever_its_figures():
+    lines: list[str] = []
+    view = RunView("run", log=lines.append, console=Console(file=io.StringIO()), live=False)
+    view.warn("7 of 8 responses were cut", kind="cut responses")
+    view.warn("8 of 8 responses were cut", kind="cut responses")
+    view.warn("something else")
+    assert lines == ["warning: 7 of 8 responses were cut", "warning: something else"]

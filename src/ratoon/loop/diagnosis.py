@@ -58,21 +58,21 @@ class StepDiagnosis:
             staleness_max=policy_version - min(oldest, default=policy_version),
         )
 
-    def warnings(self) -> tuple[str, ...]:
-        """One sentence for each degenerate case that rules the step."""
-        found: list[str] = []
+    def warnings(self) -> dict[str, str]:
+        """For each degenerate case that rules the step, by its short name, one sentence."""
+        found: dict[str, str] = {}
         if self.num_groups and self.num_equal_reward_groups == self.num_groups:
-            found.append(
+            found["equal rewards"] = (
                 f"every group's rewards were equal (mean {self.reward_mean:.3g}), so the policy loss is 0 and nothing "
                 "was learned; use easier or harder prompts, a larger rollout.group_size, or a finer reward"
             )
         if self.num_responses and self.num_truncated >= _MOSTLY * self.num_responses:
-            found.append(
+            found["cut responses"] = (
                 f"{self.num_truncated} of {self.num_responses} responses were cut by rollout.max_response_tokens "
                 "before the model ended them; raise it, or check that the model knows its EOS token (model.eos_token)"
             )
         if self.num_responses and self.num_empty >= _MOSTLY * self.num_responses:
-            found.append(
+            found["empty responses"] = (
                 f"{self.num_empty} of {self.num_responses} responses were empty; check the chat template and the prompt"
             )
-        return tuple(found)
+        return found

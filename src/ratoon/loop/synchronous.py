@@ -244,8 +244,8 @@ class SynchronousRun:
                 dedup_ratio=result.dedup_ratio,
             )
         )
-        for warning in diagnosis.warnings():
-            self.view.warn(warning)
+        for kind, warning in diagnosis.warnings().items():
+            self.view.warn(warning, kind=kind)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """The page at the end of a run."""
 
+import re
 from dataclasses import dataclass
 
 from ratoon.view.summary import RunSummary
@@ -98,7 +99,8 @@ def _next_lines(summary: RunSummary) -> list[PageLine]:
     if summary.checkpoint is not None:
         lines.append(_labelled("use the model", f"ratoon export {summary.run_dir} {summary.run_name}-model"))
     if summary.is_complete:
-        longer = f"{summary.train_command} --trainer.num_steps {2 * summary.num_steps}"
+        command = re.sub(r" --trainer\.num_steps[= ]\S+", "", summary.train_command)
+        longer = f"{command} --trainer.num_steps {2 * summary.num_steps or 100}"
         lines.append(_labelled("train longer", longer))
     lines.append(_labelled("read what it wrote", str(summary.run_dir / "rollouts")))
     return lines

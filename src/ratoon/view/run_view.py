@@ -97,10 +97,13 @@ class RunView:
         self._log(text)
         self._print(text, style)
 
-    def warn(self, text: str) -> None:
-        """Shows a warning the first time it is given."""
-        if text not in self._warned:
-            self._warned.add(text)
+    def warn(self, text: str, *, kind: str | None = None) -> None:
+        """Shows a warning the first time it is given; one with a `kind`, the first time one of that kind is.
+
+        metrics.jsonl counts how often a kind occurs; its figures would only repeat here.
+        """
+        if (kind or text) not in self._warned:
+            self._warned.add(kind or text)
             self.say(f"warning: {text}", "yellow")
 
     def finish(self, summary: RunSummary) -> None:
