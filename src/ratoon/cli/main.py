@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 done, 2 something the user must change, 130 stopped by Ctrl-C, 1 anything else.
     """
+    # Read when tqdm is imported: libraries' bars would run across our own lines.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     overrides, given = _split_overrides(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     known, unknown = parser.parse_known_args(given)
