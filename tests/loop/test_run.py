@@ -104,8 +104,10 @@ def test_draws_anew_for_a_prompt_taken_twice_in_a_step(tiny: TinyRun):
 
 def test_fewer_steps_than_taken_are_a_complete_run(tiny: TinyRun):
     tiny.train()
+    before = snapshot(tiny.folder)
     shorter = tiny.train("--trainer.num_steps=3")
     assert shorter.status == 0
+    assert snapshot(tiny.folder) == before  # recipe.toml still describes the run that was made
     assert "is complete: 6 steps" in shorter.out
     assert "trainer.num_steps = 3" in shorter.out
 

@@ -1,4 +1,6 @@
+import gc
 import math
+import threading
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from ratoon.rewards import score
+from ratoon.rewards.time_limit import TimeLimitedCalls, TimeLimitError
 from ratoon.types import Prompt, Response, RolloutGroup, UserError
 
 
@@ -91,3 +94,24 @@ def test_what_is_no_number_is_refused_with_its_place(bad: Any, wanted: str):
 def test_anything_but_one_number_a_response_is_refused(values: Any, wanted: str):
     with pytest.raises(UserError, match=wanted):
         score(make_group(3), returning(values))
+
+
+def test_calls_share_a_thread_until_one_is_given_up():
+    calls = TimeLimitedCalls("reward test")
+    first = calls(threading.get_ident, timeout_s=5.0)
+    assert calls(threading.get_ident, timeout_s=5.0) == first != threading.get_ident()
+    never = threading.Event()
+    with pytest.raises(TimeLimitError):
+        calls(never.wait, timeout_s=0.01)
+    assert calls(threading.get_ident, timeout_s=5.0) != first
+    never.set()  # the abandoned thread returns, finds its orders, and ends
+
+
+def test_no_thread_outlives_its_reward_function():
+    calls = TimeLimitedCalls("reward of a short life")
+    calls(int, timeout_s=5.0)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "reward of a short life"]
+    del calls
+    gc.collect()
+    thread.join(5.0)
+    assert not thread.is_alive()

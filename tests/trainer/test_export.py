@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers import PreTrainedModel as Model
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ratoon.trainer.checkpoint import save_checkpoint
+from ratoon.trainer.checkpoint import checkpoint_step, save_checkpoint
 from ratoon.trainer.export import export_checkpoint
 from ratoon.trainer.model_folder import model_file_bytes, save_model
 from ratoon.types import UserError
@@ -34,6 +36,12 @@ def load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
 
 
+def export_to(source: Path, out_dir: Path, *, warn: Callable[[str], object] = warnings.warn) -> Path:
+    """Exports, checks that the checkpoint it names is one, and returns the new folder."""
+    assert checkpoint_step(export_checkpoint(source, out_dir, warn=warn)) is not None
+    return out_dir
+
+
 def assert_same_weights(left: Any, right: Any) -> None:
     weights, others = left.state_dict(), right.state_dict()
     assert weights.keys() == others.keys()
@@ -46,7 +54,7 @@ def assert_same_weights(left: Any, right: Any) -> None:
 def test_transformers_loads_checkpoint_and_export(tmp_path: Path, tied: bool, dtype: torch.dtype):
     model = tiny_model(tied=tied, dtype=dtype)
     checkpoint = save(tmp_path / "run", 3, model)
-    exported = export_checkpoint(tmp_path / "run", tmp_path / "out" / "model")
+    exported = export_to(tmp_path / "run", tmp_path / "out" / "model")
     assert exported == tmp_path / "out" / "model"
     for folder in (checkpoint, exported):
         loaded = load(folder)
@@ -64,7 +72,7 @@ def test_the_attention_in_use_is_not_recorded(tmp_path: Path):
     model = tiny_model()
     model.set_attn_implementation("ratoon")
     save(tmp_path, 1, model)
-    exported = export_checkpoint(tmp_path, tmp_path / "out")
+    exported = export_to(tmp_path, tmp_path / "out")
     for path in exported.glob("*.json"):
         assert "ratoon" not in path.read_text() and "attn_implementation" not in path.read_text()
     assert load(exported).config._attn_implementation != "ratoon"
@@ -87,7 +95,7 @@ def test_the_newest_whole_checkpoint_is_exported(tmp_path: Path):
     newest = save(tmp_path, 10, tiny_model(seed=2))
     os.truncate(newest / "model.safetensors", 100)
     said: list[str] = []
-    assert_same_weights(load(export_checkpoint(tmp_path, tmp_path / "out", warn=said.append)), old)
+    assert_same_weights(load(export_to(tmp_path, tmp_path / "out", warn=said.append)), old)
     assert len(said) == 1 and "step-000010 is damaged" in said[0]
     with pytest.raises(UserError, match=r"step-000010 is damaged: model.safetensors has 100 bytes"):
         export_checkpoint(newest, tmp_path / "other")
@@ -99,7 +107,7 @@ def test_one_checkpoint_can_be_chosen(tmp_path: Path):
     path = save(tmp_path, 1, first)
     save(tmp_path, 2, tiny_model(seed=2))
     (tmp_path / "out").mkdir()  # an empty folder is fine
-    assert_same_weights(load(export_checkpoint(path, tmp_path / "out")), first)
+    assert_same_weights(load(export_to(path, tmp_path / "out")), first)
     assert json.loads((path / "manifest.json").read_text())["step"] == 1
 
 

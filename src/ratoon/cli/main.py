@@ -28,7 +28,8 @@ example:
   ratoon train recipes/quickstart.toml
   ratoon train recipes/quickstart.toml --trainer.num_steps 10 --run.name=short
 
-The same command again resumes the run. Any key of the recipe can be set as --section.key=value.
+The same command again resumes the run. Any key of the recipe can be set as --section.key=value; docs/recipes.md
+lists them. The run is written to runs/NAME (run.output_dir and run.name).
 """
 _EXPORT_EXAMPLE = """\
 example:
@@ -100,14 +101,14 @@ def _run(known: argparse.Namespace, overrides: list[str]) -> int:
         from ratoon.trainer.export import export_checkpoint
 
         try:
-            export_checkpoint(known.run, known.out, warn=_warn)
+            checkpoint = export_checkpoint(known.run, known.out, warn=_warn)
         except OSError as error:
             raise UserError(
                 f"{known.run} cannot be exported to {known.out} ({error.strerror}: {error.filename}); "
                 "give a folder that can be written"
             ) from None
         print(
-            f"Exported {known.run} to {known.out}; AutoModelForCausalLM.from_pretrained({str(known.out)!r}) loads it."
+            f"Exported {checkpoint} to {known.out}; AutoModelForCausalLM.from_pretrained({str(known.out)!r}) loads it."
         )
         return 0
     if known.command == "doctor":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import tomli_w
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -149,7 +150,7 @@ def _sentence(detail: ErrorDetails) -> str:
     section, name = _section_of(location[:-1]), location[-1] if location else ""
     if detail["type"] == "extra_forbidden":
         allowed = sorted(section.model_fields) if section else []
-        close = difflib.get_close_matches(name, allowed, n=1)
+        close = _keys_named(name) or difflib.get_close_matches(name, allowed, n=1, cutoff=0.7)
         meant = f" Did you mean {close[0]}?" if close else ""
         where = f"[{'.'.join(location[:-1])}]" if location[1:] else "a recipe"
         return f"{key} = {got} is not a key of {where}.{meant} Allowed: {', '.join(allowed)}."
@@ -162,8 +163,16 @@ def _sentence(detail: ErrorDetails) -> str:
         described = section.model_fields[name].description if section and name in section.model_fields else None
         return f"{key} is missing and has no default." + (f" It is: {described}" if described else "")
     if detail["type"] == "value_error":
-        return f"{key} = {got}: {_reason(detail)}." if key else f"{_reason(detail)}."
+        if isinstance(detail["input"], dict):  # a rule over several keys of a section, which its message names
+            return f"[{key}] {_reason(detail)}." if key else f"{_reason(detail)}."
+        return f"{key} = {got}: {_reason(detail)}."
     return f"{key} = {got}: {_reason(detail)}." + (f" Allowed: {allowed}." if allowed else "")
+
+
+def _keys_named(name: str) -> list[str]:
+    """Dotted keys of other sections that have this very name."""
+    sections = {key: _section_of([key]) for key in Recipe.model_fields}
+    return [f"{key}.{name}" for key, section in sections.items() if section and name in section.model_fields]
 
 
 def _reason(detail: ErrorDetails) -> str:
@@ -196,9 +205,22 @@ def _allowed_values(section: type[BaseModel] | None, name: str) -> str:
     if section is None or name not in section.model_fields:
         return ""
     field = section.model_fields[name]
-    bounds = [str(bound) for bound in field.metadata if "=" in str(bound)]
-    words = _type_in_words(field.annotation)
-    return words + (f" with {', '.join(bounds)}" if bounds else "")
+    bounds = [words for bound in field.metadata if (words := _bound_in_words(bound))]
+    return " ".join([_type_in_words(field.annotation), " and ".join(bounds)]).strip()
+
+
+def _bound_in_words(bound: object) -> str:
+    match bound:
+        case Ge(ge=limit):
+            return f"at least {limit}"
+        case Gt(gt=limit):
+            return f"above {limit}"
+        case Le(le=limit):
+            return f"at most {limit}"
+        case Lt(lt=limit):
+            return f"below {limit}"
+        case _:
+            return ""
 
 
 def _type_in_words(annotation: Any) -> str:

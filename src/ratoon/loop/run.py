@@ -59,6 +59,7 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
             if _is_complete(recipe, inputs, checkpoint, metrics):
                 view.say(_complete_message(recipe, folder, checkpoint))
                 return 0
+            folder.store_recipe(recipe)
             for line in inputs.prompts.report.lines():
                 view.say(line)
             view.phase("load model")

@@ -58,6 +58,16 @@ class RunFolder:
     def log(self) -> Path:
         return self.path / "run.log"
 
+    def store_recipe(self, recipe: Recipe) -> None:
+        """Writes the resolved recipe that the run goes on with."""
+        stored, text = self.path / RECIPE_FILE, dump_recipe(recipe)
+        if not stored.exists() or stored.read_text(encoding="utf-8") != text:
+
+            def write(partial: Path) -> None:
+                partial.write_text(text, encoding="utf-8")
+
+            replace_file(stored, write)
+
     def remove_rollouts_after(self, step: int) -> None:
         """Removes the tables of steps after `step`, which a run resumed from that step's checkpoint writes again."""
         for table in self.rollouts.glob("*.parquet"):
@@ -83,7 +93,8 @@ def open_run_folder(recipe: Recipe, *, fresh: bool) -> RunFolder:
                 _check_same_run(recipe, path)
             for file in (folder.metrics, folder.log):
                 file.open("a").close()
-            _store_recipe(recipe, path)
+            if not (path / RECIPE_FILE).exists():
+                folder.store_recipe(recipe)
         except BaseException:
             folder.lock.close()
             raise
@@ -93,16 +104,6 @@ def open_run_folder(recipe: Recipe, *, fresh: bool) -> RunFolder:
             "mend that, or set run.output_dir to another folder"
         ) from None
     return folder
-
-
-def _store_recipe(recipe: Recipe, path: Path) -> None:
-    stored, text = path / RECIPE_FILE, dump_recipe(recipe)
-    if not stored.exists() or stored.read_text(encoding="utf-8") != text:
-
-        def write(partial: Path) -> None:
-            partial.write_text(text, encoding="utf-8")
-
-        replace_file(stored, write)
 
 
 def _lock(path: Path) -> TextIO:

@@ -10,7 +10,7 @@ from ratoon.data import generators
 from ratoon.rewards.checks import checked_reward
 from ratoon.rewards.config import EXACT_MATCH, REASONING_GYM, Extract
 from ratoon.rewards.extraction import extract_answer, number_value
-from ratoon.rewards.time_limit import TimeLimitError, call_within
+from ratoon.rewards.time_limit import TimeLimitedCalls, TimeLimitError
 from ratoon.types.errors import UserError
 from ratoon.types.rollouts import Prompt, Response
 
@@ -36,6 +36,7 @@ class ScoreEach:
         self.name = name
         self._scorer = scorer
         self._timeout_s = timeout_s
+        self._calls = TimeLimitedCalls(f"reward {name}")
         self._score_truncated = score_truncated
 
     def __repr__(self) -> str:
@@ -49,7 +50,7 @@ class ScoreEach:
             return 0.0
         where = f"{self!r} of prompt {prompt.id!r}, response {index},"
         try:
-            value = call_within(self._timeout_s, lambda: self._scorer(prompt, response), name=f"score {prompt.id}")
+            value = self._calls(lambda: self._scorer(prompt, response), timeout_s=self._timeout_s)
         except TimeLimitError:
             raise UserError(
                 f"{where} did not return within reward.timeout_s = {self._timeout_s:g} s; "

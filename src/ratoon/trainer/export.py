@@ -14,7 +14,7 @@ CHECKPOINTS = "checkpoints"
 
 
 def export_checkpoint(source: Path, out_dir: Path, *, warn: Callable[[str], object] = warnings.warn) -> Path:
-    """Copies a checkpoint's model and tokenizer, without the trainer's state, to `out_dir`, and returns it.
+    """Copies a checkpoint's model and tokenizer, without the trainer's state, to `out_dir`. Returns the checkpoint.
 
     source: a run folder, whose newest whole checkpoint is taken, or one checkpoint's folder. `warn` hears of damaged
     checkpoints that are passed over.
@@ -42,7 +42,7 @@ def export_checkpoint(source: Path, out_dir: Path, *, warn: Callable[[str], obje
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return out_dir
+    return checkpoint
 
 
 def _find_checkpoint(source: Path, warn: Callable[[str], object]) -> Path:
