@@ -55,6 +55,19 @@ def weights(trainer: Trainer) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in trainer.model.parameters()]
 
 
+def test_gradients_that_somebody_left_do_not_count():
+    def step(leave: bool) -> list[Tensor]:
+        trainer = make_trainer()
+        if leave:
+            for parameter in trainer.model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+        trainer.step(plan(ragged_groups(), 1, share=True, max_rows=1_000), learning_rate=0.01)
+        return weights(trainer)
+
+    for clean, left in zip(step(False), step(True), strict=True):
+        assert torch.equal(clean, left)
+
+
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("max_rows", [20, 1_000])
 @pytest.mark.parametrize("num_minibatches", [1, 2])

@@ -1,5 +1,7 @@
 """Prompts, responses and groups: what they accept, what they refuse by name, and that they stay as built."""
 
+import copy
+import pickle
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -171,8 +173,19 @@ def test_select_without_rewards():
     assert group(1, 2).select([1]).rewards_N is None
 
 
-def test_metadata_by_default_is_empty_and_unchangeable():
-    metadata: Any = Prompt("p", np.asarray([1])).metadata
-    assert dict(metadata) == {}
-    with pytest.raises(TypeError):
-        metadata["x"] = 1
+def test_metadata_by_default_is_empty_and_each_prompts_own():
+    first, second = (Prompt("p", np.asarray([1])) for _ in range(2))
+    assert first.metadata == {}
+    assert first.metadata is not second.metadata
+
+
+def test_groups_travel_between_processes():
+    """Reward workers, Ray and multiprocessing pickle what they are given."""
+    response = Response(np.asarray([3]), rollout_logprobs=np.asarray([-0.5], np.float32))
+    sent = RolloutGroup(Prompt("p", np.asarray([1, 2])), (response,), rewards_N=np.asarray([1.0]))
+    for received in (pickle.loads(pickle.dumps(sent)), copy.deepcopy(sent)):
+        assert received.prompt.id == "p"
+        assert received.prompt.token_ids.tolist() == [1, 2]
+        (other,) = received.responses
+        assert np.array_equal(other.rollout_logprobs, np.asarray([-0.5], np.float32))
+        assert np.array_equal(received.rewards_N, np.asarray([1.0]))

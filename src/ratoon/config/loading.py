@@ -36,7 +36,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as TOML. Keys that are not set (None) are left out."""
-    return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
+    return tomli_w.dumps(recipe.model_dump(exclude_none=True))
 
 
 def changed_keys(before: Recipe, after: Recipe) -> tuple[str, ...]:

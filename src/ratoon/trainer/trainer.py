@@ -47,7 +47,7 @@ class Trainer:
         Raises FloatingPointError, with the weights of the last good update, where a gradient is not finite.
         """
         started = time.perf_counter()
-        self.model.train()
+        self._begin()
         batches = [self._microbatches(update, self.algorithm.loss_mean) for update in updates]
         if len(updates) > 1:  # otherwise the old policy is the current one and costs no pass
             batches = [[self._with_old_logprobs(batch) for batch in microbatches] for microbatches in batches]
@@ -81,7 +81,7 @@ class Trainer:
 
     def supervised_step(self, update: Update, *, learning_rate: float) -> float:
         """One update of cross-entropy on the responses' tokens. Returns nats per token before it."""
-        self.model.train()
+        self._begin()
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in self._microbatches(update, "token"):
             if batch.layout.num_scored == 0:
@@ -93,6 +93,11 @@ class Trainer:
             loss += microbatch_loss.detach()
         self._apply(learning_rate)
         return self.data_parallel.all_reduce_sums({"loss": loss.item()})["loss"]
+
+    def _begin(self) -> None:
+        """Training mode, and no gradient that a failed step or somebody else's backward has left."""
+        self.model.train()
+        self.optimizer.clear()
 
     def _microbatches(self, update: Update, loss_mean: LossMean) -> list[Microbatch]:
         planned = update.plan.assignment[self.data_parallel.rank]
