@@ -28,6 +28,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     for key, text in _override_texts(overrides):
         value = _toml_value(text)
         _set(table, key, text if not isinstance(value, str) and _is_plain_string(key) else value)
+    _check_integers(table, path)
     try:
         return Recipe.model_validate(_lists_to_tuples(table), strict=True)
     except ValidationError as error:
@@ -96,6 +97,8 @@ def _read_table(path: Path) -> Table:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None
+    except ValueError:  # Python reads no decimal number of more than 4,300 digits
+        raise UserError(f"{path}: not a recipe: it holds a number of thousands of digits") from None
     except RecursionError:
         raise UserError(f"{path}: not a recipe: its tables or lists are nested too deeply") from None
 
@@ -103,7 +106,7 @@ def _read_table(path: Path) -> Table:
 def _toml_value(text: str) -> Any:
     try:
         table = tomllib.loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # not TOML, or a number of thousands of digits
         return text
     return table["value"] if len(table) == 1 else text  # a line break in `text` would begin another key
 
@@ -116,6 +119,18 @@ def _set(table: Table, key: str, value: Any) -> None:
             raise UserError(f"override --{key}={value}: {section} is a value, not a section")
         table = typing.cast(Table, inner)
     table[last] = value
+
+
+def _check_integers(value: Any, path: Path, key: str = "") -> None:
+    """TOML's integers have 64 bits. Larger ones overflow late, and those of thousands of digits cannot be printed."""
+    if isinstance(value, dict):
+        for name, inner in typing.cast(Table, value).items():
+            _check_integers(inner, path, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for inner in typing.cast(list[Any], value):
+            _check_integers(inner, path, key)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise UserError(f"{path}: {key} is a whole number of more than 64 bits; give a smaller one")
 
 
 def _lists_to_tuples(value: Any) -> Any:

@@ -24,7 +24,7 @@ class RunConfig(BaseModel):
     output_dir: str = "runs"
     """Relative to the folder the command is started in."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Fixes the fresh model's weights, the order of the prompts and every draw of every response."""
 
     @field_validator("name")
@@ -43,11 +43,18 @@ class EvaluationConfig(BaseModel):
     every_steps: int | None = Field(default=None, ge=1)
     """Evaluate after every so many steps; before the first and after the last it is always done."""
 
-    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """Sampling temperature of the answers; 0 is greedy."""
+    temperature: float = Field(default=1.0, ge=0, le=1e6)
+    """Sampling temperature of the answers; 0 is greedy, and the least above it 1e-6."""
 
     group_size: int = Field(default=1, ge=1)
     """Answers drawn for each held-out prompt."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _divides_logits(cls, temperature: float) -> float:
+        if 0 < temperature < 1e-6:
+            raise ValueError("must be 0 (greedy) or at least 1e-6")
+        return temperature
 
 
 class Recipe(BaseModel):

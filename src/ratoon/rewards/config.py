@@ -28,7 +28,7 @@ class RewardConfig(BaseModel):
     """False gives 0 to a response that `rollout.max_response_tokens` cut, whatever it holds: without it, a policy
     can learn that never ending costs nothing."""
 
-    timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
+    timeout_s: float = Field(default=30.0, gt=0, le=604_800, allow_inf_nan=False)
     """Longest time for scoring one response; the run ends with the prompt's name when it is exceeded."""
 
     @property

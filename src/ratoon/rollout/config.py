@@ -21,7 +21,7 @@ class RolloutConfig(BaseModel):
     group_size: int = Field(default=8, ge=1)
     """Responses drawn for each prompt."""
 
-    temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    temperature: float = Field(default=1.0, ge=1e-6, le=1e6)
     """Divides the logits, in rollout and in training alike."""
 
     max_response_tokens: int = Field(default=256, ge=1)
@@ -37,7 +37,7 @@ class RolloutConfig(BaseModel):
     """Cap of the key/value cache in tokens, a prompt counted once for its group. When absent it holds what
     `max_concurrent_responses` of the longest prompts and responses so far can fill; never all free memory."""
 
-    timeout_s: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    timeout_s: float = Field(default=300.0, gt=0, le=604_800, allow_inf_nan=False)
     """A generate call that sees no new token for this many seconds ends the run and says what it waited for."""
 
     @field_validator("stop")

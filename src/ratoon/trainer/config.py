@@ -41,6 +41,13 @@ class TrainerConfig(BaseModel):
     keep_checkpoints: int = Field(default=2, ge=1)
     """The newest so many checkpoints are kept."""
 
+    @field_validator("betas")
+    @classmethod
+    def _are_decay_rates(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("each must be at least 0 and below 1")
+        return betas
+
 
 class SftConfig(BaseModel):
     """A supervised warm start on demonstrations, before any rollout."""
