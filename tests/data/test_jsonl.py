@@ -61,6 +61,8 @@ GOOD = b'{"prompt": "a", "answer": "b"}\n'
         (b'{"prompt": "a", "answer": NaN}', ["line 2", "NaN is not a JSON number"]),
         (b'{"prompt": "a", "answer": ' + b"9" * 5000 + b"}", ["line 2", "not readable as JSON"]),
         (b'{"prompt": "a", "answer": ' + b"[" * 200_000, ["line 2", "JSON"]),
+        (b'{"prompt": "a", "answer": "b", "prompt": "c"}', ["line 2", "'prompt' stands twice"]),
+        (b'{"prompt": "a", "answer": "b", "n": [{"x": 1, "x": 1}]}', ["line 2", "'x' stands twice"]),
         (b'{"prompt": "a\\ud83d", "answer": "b"}', ["rows.jsonl:2", "surrogate", "prompt"]),
         (b'{"prompt": "a", "answer": "\\ud83d"}', ["rows.jsonl:2", "surrogate", "answer"]),
         (b'{"prompt": "a", "answer": "b", "note": "\\udc00"}', ["line 2", "surrogate", "'note'"]),

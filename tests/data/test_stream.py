@@ -1,7 +1,9 @@
 import json
 from collections import Counter
 from dataclasses import asdict, replace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,6 +96,20 @@ def test_a_restored_stream_must_have_the_same_prompts_and_order():
     for other in others:
         with pytest.raises(UserError, match="other prompts"):
             other.restore(state)
+
+
+def of_metadata(metadata: dict[Any, Any]) -> PromptStream:
+    return PromptStream([Prompt("a", np.array([1]), metadata=metadata)], seed=0, shuffle=True)
+
+
+def test_a_changed_column_is_refused_and_an_equal_one_is_not():
+    """Rewards read the columns: a run must not go on with other ones in silence."""
+    before = {"target": 3, "tags": {"x", "y", "z"}, (1, 2): {"b": [1.5], 4: None}}
+    equal = {(1, 2): {4: None, "b": [1.5]}, "tags": {"z", "y", "x"}, "target": 3}
+    of_metadata(equal).restore(of_metadata(before).state())
+    for changed in ({"target": 4}, {"target": "3"}, {"tags": {"x"}}, {(1, 2): {"b": [1.25], 4: None}}, {"more": 1}):
+        with pytest.raises(UserError, match="other prompts"):
+            of_metadata(before | changed).restore(of_metadata(before).state())
 
 
 @pytest.mark.parametrize(("epoch", "position"), [(-1, 0), (0, -1), (0, 6)])

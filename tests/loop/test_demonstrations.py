@@ -48,6 +48,10 @@ def test_function_is_given_what_it_names(tmp_path: Path):
         ("def show(prompt): return None", ["None", "'p:0'"]),
         ("def show(prompt): return 'x' if prompt == 'one' else ''", ["''", "'p:1'"]),
         ("def show(level): return [][level]", ["show() in", "teacher.py", "'p:0'", "IndexError"]),
+        ("def show(prompt): exit(3)", ["show() in", "'p:0'", "SystemExit: 3"]),
+        ("import asyncio\ndef show(prompt): raise asyncio.CancelledError", ["'p:0'", "CancelledError"]),
+        ("def show(prompt): raise ValueError('x' * 10**6)", ["'p:0'", "more characters"]),
+        ("def show(prompt): return ['x' * 10**6]", ["'p:0'", "more characters"]),
         ("def show(colour): return 'x'", ["colour", "'p:0'"]),
         ("def tell(prompt): return 'x'", ["show()", "does not exist", "tell"]),
         ("def show(prompt) return", ["sft.demonstrations", "teacher.py:1", "SyntaxError"]),
@@ -58,3 +62,10 @@ def test_faulty_function_is_named_with_the_prompt(tmp_path: Path, code: str, wor
         from_code(tmp_path, code)
     for word in words:
         assert word in str(raised.value)
+    assert len(str(raised.value)) < 1000
+
+
+def test_what_a_function_changes_stays_its_own(tmp_path: Path):
+    prompts = [Prompt("p:0", np.array([1]), metadata={"hints": ["a", "b"]})] * 2
+    (tmp_path / "teacher.py").write_text("def show(metadata, hints): return hints.pop() + metadata['hints'].pop()")
+    assert demonstrations_of("python:teacher.py:show", prompts, base_dir=tmp_path) == ("ba", "ba")

@@ -4,6 +4,7 @@ import asyncio
 import sys
 import time
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,19 @@ def test_parameters_are_filled_by_name(tmp_path: Path):
 def test_a_function_may_take_everything(tmp_path: Path):
     source = "def score(response, **rest):\n    return len(rest)\n"
     assert rewards(build(tmp_path, source), "a", level=1, prompt="a column cannot hide the prompt") == [4.0]
+
+
+def test_what_a_function_changes_stays_its_own(tmp_path: Path):
+    source = "def score(metadata, tags):\n    metadata['tags'].append(1)\n    metadata.clear()\n    return len(tags)\n"
+    tags = ["a"]
+    assert rewards(build(tmp_path, source), "a", "b", "c", tags=tags) == [2.0, 2.0, 2.0]
+    assert tags == ["a"]
+
+
+def test_metadata_may_be_any_mapping(tmp_path: Path):
+    reward_fn = build(tmp_path, "def score(metadata):\n    return metadata['level']\n")
+    prompt = Prompt("p", np.array([1]), metadata=MappingProxyType({"level": 2}))
+    assert reward_fn(prompt, [Response(np.array([1]))]) == [2.0]
 
 
 def test_no_answer_is_none(tmp_path: Path):
@@ -108,6 +122,7 @@ def test_two_files_of_one_name_are_two_modules(tmp_path: Path):
         ("def score(response):\nreturn 1\n", ["mine.py:2", "IndentationError"]),
         ("\n\nimport no_such_module\n", ["mine.py:3", "ModuleNotFoundError", "no_such_module"]),
         ("def f():\n    return 1 / 0\nf()\n", ["mine.py:2", "ZeroDivisionError"]),
+        ("import asyncio\nraise asyncio.CancelledError\n", ["mine.py:2", "CancelledError"]),
         ("import sys\nsys.exit(3)\n", ["mine.py:2", "SystemExit"]),
         ("\x00", ["mine.py", "Error"]),
         ("def scores(response): return 1\n", ["does not exist", "scores"]),
@@ -133,6 +148,12 @@ def test_a_missing_file_is_named(tmp_path: Path):
         build_reward_fn(config, base_dir=tmp_path)
 
 
+@pytest.mark.parametrize("file", ["~no-such-user/m.py", "x" * 5000 + ".py", "a\x00b.py"])
+def test_an_impossible_path_names_the_key(tmp_path: Path, file: str):
+    with pytest.raises(UserError, match=r"^reward\.function: .* cannot be looked up"):
+        build_reward_fn(RewardConfig(function=f"python:{file}:score"), base_dir=tmp_path)
+
+
 def test_unknown_columns_are_found_at_the_first_prompt_at_the_latest(tmp_path: Path):
     reward_fn = build(tmp_path, "def score(response, level): return level\n")
     with pytest.raises(UserError, match=r"asks for \"level\", which prompt 'rows\.jsonl:7' does not have"):
@@ -147,6 +168,10 @@ def test_unknown_columns_are_found_at_the_first_prompt_at_the_latest(tmp_path: P
         ("raise TimeoutError", ["failed: TimeoutError"]),
         ("exit(3)", ["failed: SystemExit: 3"]),
         ("assert False", ["failed: AssertionError"]),
+        ("import asyncio; raise asyncio.CancelledError", ["failed: CancelledError"]),
+        ("raise GeneratorExit('x')", ["failed: GeneratorExit: x"]),
+        ("class E(Exception): __str__ = lambda self: 1 / 0\n        raise E", ["failed: E, whose message cannot be"]),
+        ("raise ValueError('x' * 10**6)", ["failed: ValueError: xxx", "... and 999,700 more characters"]),
         ("return None", ["is None, not a number"]),
         ("return float('nan')", ["is nan"]),
         ("return '1'", ["is str '1'"]),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ratoon.data.config import PROMPT_PLACE, DataConfig
-from ratoon.data.rows import SourceRow, name_some
+from ratoon.data.rows import SourceRow, cause_of, name_some, short_repr
 from ratoon.types.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,8 +30,9 @@ def render_texts(rows: Sequence[SourceRow], config: DataConfig, tokenizer: PreTr
     for what, part in (("data.system_prompt", config.system_prompt), ("the prompt", bodies[0])):
         if part is not None and part.strip() not in texts[0]:
             raise UserError(
-                f"{what} does not appear in the text that the chat template makes of {rows[0].id}: {texts[0]!r}; "
-                "this template leaves it out: set data.chat_template = false and write data.prompt_template"
+                f"{what} does not appear in the text that the chat template makes of {rows[0].id}: "
+                f"{short_repr(texts[0])}; this template leaves it out: set data.chat_template = false and write "
+                "data.prompt_template"
             )
     return texts
 
@@ -46,7 +47,7 @@ def _render_chat(row: SourceRow, body: str, config: DataConfig, tokenizer: PreTr
         )
     except Exception as error:  # templates are programs from the model folder: they raise what they like
         raise UserError(
-            f"{row.id}: the tokenizer's chat template refuses the prompt: {error}; "
+            f"{row.id}: the tokenizer's chat template refuses the prompt: {cause_of(error)}; "
             "drop data.system_prompt if the template knows no system role, or set data.chat_template = false"
         ) from error
     assert isinstance(text, str), f"apply_chat_template(tokenize=False) returned {type(text).__name__}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from ratoon.data.rows import SourceRow, name_some
+from ratoon.data.rows import SourceRow, cause_of, name_some
 from ratoon.types.errors import UserError
 
 GENERATOR_KEY = "generator"
@@ -45,7 +45,7 @@ def create_generator(name: str, options: Mapping[str, Any], *, size: int, seed: 
     try:
         return gym.create_dataset(name, size=size, seed=seed, **_typed_options(name, options))
     except Exception as error:
-        raise UserError(f'data.options: "{name}" refuses {dict(options)}: {_cause(error)}') from error
+        raise UserError(f'data.options: "{name}" refuses {dict(options)}: {cause_of(error)}') from error
 
 
 def generate_rows(name: str, options: Mapping[str, Any], *, size: int, seed: int) -> list[SourceRow]:
@@ -57,7 +57,7 @@ def generate_rows(name: str, options: Mapping[str, Any], *, size: int, seed: int
             entry = dataset[index]
         except Exception as error:
             raise UserError(
-                f'data.source: "{name}" failed to make item {index} with {dict(options)}: {_cause(error)}'
+                f'data.source: "{name}" failed to make item {index} with {dict(options)}: {cause_of(error)}'
             ) from error
         answer = entry["answer"]
         rows.append(
@@ -79,7 +79,3 @@ def _typed_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         # a recipe can only hold tables, and config may be left out of one
         typed["datasets"] = [DatasetSpec(**{"config": {}, "weight": 1.0, **spec}) for spec in typed["datasets"]]
     return typed
-
-
-def _cause(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

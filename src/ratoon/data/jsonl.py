@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ratoon.data.rows import SourceRow, is_unicode, name_some
+from ratoon.data.rows import SourceRow, is_unicode, name_some, short_repr
 from ratoon.types.errors import UserError
 
 _UTF8_BOM = b"\xef\xbb\xbf"
@@ -49,7 +49,7 @@ def _neighbours(path: Path) -> str:
 
 def _parse_object(raw: bytes, where: str) -> dict[str, Any]:
     try:
-        values = json.loads(raw.decode(), parse_constant=_refuse_constant)
+        values = json.loads(raw.decode(), parse_constant=_refuse_constant, object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise UserError(
             f"{where}: not UTF-8 (byte 0x{raw[error.start]:02x} at position {error.start}); save the file as UTF-8"
@@ -58,13 +58,22 @@ def _parse_object(raw: bytes, where: str) -> dict[str, Any]:
         raise UserError(
             f"{where}: broken JSON at column {error.colno}: {error.msg}; each line must be one whole JSON object"
         ) from None
-    except (ValueError, RecursionError) as error:  # NaN, a number of thousands of digits, nesting without end
+    except (ValueError, RecursionError) as error:  # NaN, 5,000 digits, endless nesting, a key twice
         raise UserError(f"{where}: not readable as JSON: {error}") from None
     if not isinstance(values, dict):
         raise UserError(
             f"{where}: a JSON {_kind(values)} where an object is needed; "
             'each line must be one object, such as {"prompt": "...", "answer": "..."}'
         )
+    return values
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {short_repr(twice)} stands twice in one object; keep one")
     return values
 
 
@@ -81,7 +90,9 @@ def _source_row(values: dict[str, Any], path: Path, line: int, prompt_column: st
     rest = {key: value for key, value in values.items() if key not in (prompt_column, answer_column)}
     for key, value in rest.items():
         if not is_unicode(key) or (isinstance(value, str) and not is_unicode(value)):
-            raise UserError(f"{where}: column {key!r} holds half of a surrogate pair, which is no character; repair it")
+            raise UserError(
+                f"{where}: column {short_repr(key)} holds half of a surrogate pair, which is no character; repair it"
+            )
     return SourceRow(id=f"{path.name}:{line}", prompt=prompt, answer=answer, metadata=rest)
 
 

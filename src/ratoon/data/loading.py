@@ -16,7 +16,8 @@ from ratoon.data.encoding import encode_texts, readability_warnings, render_text
 from ratoon.data.generators import generate_rows
 from ratoon.data.jsonl import read_jsonl
 from ratoon.data.report import DataReport
-from ratoon.data.rows import SourceRow, name_some
+from ratoon.data.rows import SourceRow, name_some, short_repr
+from ratoon.data.user_paths import resolve_path
 from ratoon.types.errors import UserError
 from ratoon.types.rollouts import Prompt
 
@@ -60,7 +61,7 @@ def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, base
     encoded = encode_texts(distinct.texts, tokenizer, is_chat=config.chat_template)
     for row, tokens in zip(distinct.rows, encoded, strict=True):
         if not tokens:
-            raise UserError(f"{row.id}: the tokenizer makes no token of {row.prompt!r}; remove the row")
+            raise UserError(f"{row.id}: the tokenizer makes no token of {short_repr(row.prompt)}; remove the row")
     warnings = readability_warnings([row.id for row in distinct.rows], distinct.texts, encoded, tokenizer)
     warnings += _suspicions(distinct, config, tokenizer)
     over_long = _over_long(distinct.rows, encoded, config)
@@ -93,7 +94,7 @@ def _read_rows(config: DataConfig, base_dir: Path) -> list[SourceRow]:
     if config.generator is not None:
         assert config.size is not None, "DataConfig lets no generator pass without a size"
         return generate_rows(config.generator, config.options, size=config.size, seed=config.seed)
-    path = base_dir / Path(config.source).expanduser()
+    path = resolve_path(config.source, base_dir=base_dir, key="data.source")
     return read_jsonl(path, prompt_column=config.prompt_column, answer_column=config.answer_column)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from ratoon.types.errors import UserError
 
 _SHOWN = 5
+_SHOWN_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,5 +45,29 @@ def is_unicode(text: str) -> bool:
 
 def name_some(names: Sequence[object]) -> str:
     """The first few of `names` and how many more there are."""
-    shown = ", ".join(str(name) for name in names[:_SHOWN])
+    shown = ", ".join(shorten(str(name)) for name in names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN:,} more"
+
+
+def shorten(text: str) -> str:
+    """`text` as far as a message can hold it."""
+    rest = len(text) - _SHOWN_CHARACTERS
+    return text if rest <= 0 else f"{text[:_SHOWN_CHARACTERS]}... and {rest:,} more characters"
+
+
+def short_repr(value: object) -> str:
+    """`repr` as far as a message can hold it; the value may be anything."""
+    try:
+        return shorten(repr(value))
+    except Exception:
+        return f"a {type(value).__name__} that cannot be shown"
+
+
+def cause_of(error: BaseException) -> str:
+    """Type and message of an error that somebody else's code raised, whose message may be anything."""
+    name = type(error).__name__
+    try:
+        message = str(error)
+    except Exception:
+        return f"{name}, whose message cannot be shown"
+    return f"{name}: {shorten(message)}" if message else name

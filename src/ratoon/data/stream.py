@@ -1,8 +1,9 @@
 """An endless, resumable order of prompts."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 
@@ -98,4 +99,19 @@ class PromptStream:
         for prompt in self._prompts:
             digest.update(repr((prompt.id, prompt.num_tokens, prompt.answer)).encode())
             digest.update(prompt.token_ids.tobytes())
+            digest.update(_stable_text(prompt.metadata).encode(errors="surrogatepass"))
         return digest.hexdigest()
+
+
+def _stable_text(value: object) -> str:
+    """`repr`, but the same for equal mappings and sets in every process."""
+    match value:
+        case Mapping():
+            items = cast(Mapping[Any, Any], value).items()
+            return f"{{{', '.join(sorted(f'{key!r}: {_stable_text(inner)}' for key, inner in items))}}}"
+        case list() | tuple():
+            return f"[{', '.join(map(_stable_text, cast(Sequence[Any], value)))}]"
+        case set() | frozenset():
+            return f"{{{', '.join(sorted(map(_stable_text, cast(set[Any], value))))}}}"
+        case _:
+            return repr(value)

@@ -1,9 +1,11 @@
 """A function in the user's own file, called by the names of its parameters."""
 
+import copy
 import difflib
 import hashlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
@@ -13,7 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ratoon.data.rows import name_some
+from ratoon.data.rows import cause_of, name_some, shorten
+from ratoon.data.user_paths import resolve_path
 from ratoon.types.errors import UserError
 
 PYTHON_PREFIX = "python:"
@@ -30,9 +33,12 @@ class UserFunction:
     takes_everything: bool
 
     def __call__(self, known: Mapping[str, Any]) -> Any:
-        """known: values by parameter name; all that are required must be there (`check_names`)."""
+        """known: values by parameter name; all that are required must be there (`check_names`).
+
+        The function gets copies: what it changes in them, it does not change in the data.
+        """
         names = known if self.takes_everything else [n for n in (*self.required, *self.optional) if n in known]
-        return self.function(**{name: known[name] for name in names})
+        return self.function(**copy.deepcopy({name: known[name] for name in names}))
 
     def check_names(self, always: Collection[str], columns: Collection[str], what: str) -> None:
         """Raises UserError if the function needs something that is neither in `always` nor a column of `what`."""
@@ -62,7 +68,7 @@ def load_function(file: str, function: str, *, base_dir: Path, key: str, kind: s
     Raises UserError, with file and line, when there is no such file, when it does not run, when it has no such
     function, or when the function cannot be called by keyword.
     """
-    path = (base_dir / Path(file).expanduser()).resolve()
+    path = resolve_path(file, base_dir=base_dir, key=key).resolve()
     label = f"{kind} {function}() in {path}"
     module = _run_file(path, key)
     found = vars(module).get(function)
@@ -97,7 +103,7 @@ def _run_file(path: Path, key: str) -> ModuleType:
     if not path.is_file():
         raise UserError(f"{key}: {path} does not exist; paths are relative to the recipe")
     # One name a path: two files called rewards.py must not be one module.
-    digest = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
+    digest = hashlib.blake2b(os.fsencode(path), digest_size=6).hexdigest()
     name = f"ratoon_user_{path.stem}_{digest}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, f"no loader for {path}, which ends in .py"
@@ -110,11 +116,13 @@ def _run_file(path: Path, key: str) -> ModuleType:
     except SyntaxError as error:
         del sys.modules[name]
         raise UserError(
-            f"{key}: {error.filename or path}:{error.lineno or 1}: {type(error).__name__}: {error.msg}"
+            f"{key}: {error.filename or path}:{error.lineno or 1}: {type(error).__name__}: {shorten(error.msg)}"
         ) from None
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # exit() and asyncio.CancelledError too
         del sys.modules[name]
-        raise UserError(f"{key}: {_place(error, path)}: {type(error).__name__}: {error}") from error
+        raise UserError(f"{key}: {_place(error, path)}: {cause_of(error)}") from error
     return module
 
 

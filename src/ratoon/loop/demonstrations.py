@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from ratoon.data.rows import cause_of, short_repr
 from ratoon.data.user_function import load_function, python_target
 from ratoon.types.errors import UserError
 from ratoon.types.rollouts import Prompt
@@ -27,7 +28,7 @@ def demonstrations_of(source: str | None, prompts: Sequence[Prompt], *, base_dir
     for prompt, text in zip(prompts, texts, strict=True):
         if not isinstance(text, str) or not text:
             raise UserError(
-                f"sft.demonstrations = {source!r} gives {text!r} for prompt {prompt.id!r}; "
+                f"sft.demonstrations = {source!r} gives {short_repr(text)} for prompt {prompt.id!r}; "
                 "each prompt needs a text to imitate"
             )
     return tuple(text for text in texts if isinstance(text, str))
@@ -40,11 +41,11 @@ def _call_for_each(file: str, function: str, prompts: Sequence[Prompt], base_dir
     texts: list[object] = []
     for prompt in prompts:
         demonstrate.check_names(_ALWAYS_KNOWN, prompt.metadata, f"prompt {prompt.id!r}")
-        known = {**prompt.metadata, "prompt": prompt.text, "answer": prompt.answer, "metadata": prompt.metadata}
+        known = {**prompt.metadata, "prompt": prompt.text, "answer": prompt.answer, "metadata": dict(prompt.metadata)}
         try:
             texts.append(demonstrate(known))
-        except Exception as error:
-            raise UserError(
-                f"{demonstrate.label} failed for prompt {prompt.id!r}: {type(error).__name__}: {error}"
-            ) from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # exit() and asyncio.CancelledError too
+            raise UserError(f"{demonstrate.label} failed for prompt {prompt.id!r}: {cause_of(error)}") from error
     return texts

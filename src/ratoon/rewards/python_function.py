@@ -31,7 +31,7 @@ class PythonScorer:
                 "prompt": prompt.text,
                 "response": response.text,
                 "answer": prompt.answer,
-                "metadata": prompt.metadata,
+                "metadata": dict(prompt.metadata),
             }
         )
         return asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result

@@ -1,5 +1,6 @@
 """Scorers of one response, and the reward function that asks one for every response of a group."""
 
+import copy
 import json
 import logging
 import traceback
@@ -7,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ratoon.data import generators
+from ratoon.data.rows import cause_of
 from ratoon.rewards.checks import checked_reward
 from ratoon.rewards.config import EXACT_MATCH, REASONING_GYM, Extract
 from ratoon.rewards.extraction import extract_answer, number_value
@@ -56,16 +58,16 @@ class ScoreEach:
                 f"{where} did not return within reward.timeout_s = {self._timeout_s:g} s; "
                 f"raise the limit, or mend the function for this response: {response.text[:200]!r}"
             ) from None
-        except UserError:
+        except (UserError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # exit() and asyncio.CancelledError too
             raise UserError(f"{where} failed: {cause(error)}") from error
         return checked_reward(value, where)
 
 
 def cause(error: BaseException) -> str:
     """Type, message and the innermost place of an error."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = cause_of(error)
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if frames else text
 
@@ -113,7 +115,7 @@ class ReasoningGym:
 
     def __call__(self, prompt: Prompt, response: Response) -> object:
         verifier = self.verifier(prompt)
-        entry = {"question": prompt.text, "answer": prompt.answer, **prompt.metadata}
+        entry = {"question": prompt.text, "answer": prompt.answer, **copy.deepcopy(dict(prompt.metadata))}
         given = extract_answer(response.text, self._extract)
         if given is None:
             return 0.0
