@@ -26,6 +26,11 @@ def returning(values: Any) -> Any:
     return fixed
 
 
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -58,6 +63,8 @@ def test_a_group_without_responses_scores_nothing():
         (-math.inf, "is -inf"),
         (np.float32("nan"), "is nan"),
         (10**400, "is inf"),
+        (-1e308, "is -1e+308; rewards must lie within +-1e+15"),
+        (Unprintable(), "is Unprintable"),
         ("1.0", "is str '1.0', not a number"),
         ([1.0], "is list"),
         ({"score": 1.0}, "is dict"),

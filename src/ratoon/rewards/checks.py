@@ -1,11 +1,15 @@
-"""What a reward must be: one finite number."""
+"""What a reward must be: one finite number of sane size."""
 
 import math
 import numbers
 
 import numpy as np
 
+from ratoon.data.rows import short_repr
 from ratoon.types.errors import UserError
+
+MAX_REWARD = 1e15
+"""Largest magnitude: its square, summed over a step, still fits float32."""
 
 
 def checked_reward(value: object, where: str) -> float:
@@ -22,11 +26,13 @@ def checked_reward(value: object, where: str) -> float:
         reward = math.inf
     if not math.isfinite(reward):
         raise UserError(f"{where} is {reward}; rewards must be finite: find the division or logarithm that made it so")
+    if abs(reward) > MAX_REWARD:
+        raise UserError(f"{where} is {reward:g}; rewards must lie within +-{MAX_REWARD:g}: scale or clip them")
     return reward
 
 
 def _shown(value: object) -> str:
     if value is None:
         return "None"
-    text = repr(value)
+    text = short_repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
