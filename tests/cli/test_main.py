@@ -127,3 +127,9 @@ def test_interrupt_before_the_run_begins_is_no_traceback(
     monkeypatch.setattr("ratoon.cli.train.train", interrupt)
     assert main(["train", "r.toml"]) == 130
     assert "goes on from the last checkpoint" in capsys.readouterr().err
+
+
+def test_named_pipe_as_recipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    os.mkfifo(tmp_path / "recipe.toml")
+    assert main(["train", str(tmp_path / "recipe.toml")]) == 2
+    assert "is a named pipe" in capsys.readouterr().err

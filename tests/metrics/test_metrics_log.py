@@ -200,3 +200,25 @@ def test_a_value_named_like_a_span_is_refused(tmp_path: Path):
             pass
         with pytest.raises(ValueError, match="seconds_in_update"):
             log.log(1, "grpo", seconds_in_update=3.0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 1, "phase": "train", "unix_s": []}',
+        '{"step": 1, "phase": "train", "not_finite": []}',
+        '{"step": 1, "phase": "train", "not_finite": {"loss": [1]}}',
+        '{"step": 1, "phase": "train", "loss": {"a": 1}}',
+        '{"step": 1, "phase": ["train"]}',
+        '{"step": 1, "phase": "train", "seconds_in_update": 1' + "0" * 400 + "}",
+        '{"step": 1' + "0" * 5000 + ', "phase": "train"}',
+        "[" * 100_000,
+        "1",
+    ],
+    ids=lambda line: line[:60],
+)
+def test_json_that_is_no_row_is_named_by_line(tmp_path: Path, line: str):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1, "phase": "grpo"}\n' + line + "\n")
+    with pytest.raises(UserError, match=r"m\.jsonl, line 2"):
+        read_metrics(path)

@@ -145,3 +145,11 @@ def test_a_checkpoint_that_goes_while_it_is_copied_is_said(tmp_path: Path, monke
     with pytest.raises(UserError, match=r"step-000001 was removed while it was copied"):
         export_checkpoint(tmp_path, tmp_path / "out")
     assert not [name for name in os.listdir(tmp_path) if "out" in name]
+
+
+@pytest.mark.parametrize("out", ["checkpoints/step-000099", "checkpoints/a/b", "checkpoints/step-000001/model"])
+def test_an_export_among_the_checkpoints_is_refused(tmp_path: Path, out: str):
+    save(tmp_path, 1, tiny_model())
+    with pytest.raises(UserError, match="among the checkpoints of a run"):
+        export_checkpoint(tmp_path, tmp_path / out)
+    assert os.listdir(tmp_path / "checkpoints") == ["step-000001"]

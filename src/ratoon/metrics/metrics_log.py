@@ -4,7 +4,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -104,7 +104,9 @@ class MetricsLog:
     def close(self) -> None:
         """Closes the file; a later `log` is a mistake."""
         if self._file is not None:
-            self._file.close()
+            # What a full disk did not take is tried once more here; the `log` that failed has said so.
+            with suppress(OSError):
+                self._file.close()
 
     def __enter__(self) -> "MetricsLog":
         return self

@@ -19,6 +19,9 @@ PHASE_SECONDS_PREFIX = "seconds_in_"
 NOT_FINITE_KEY = "not_finite"
 """Names the values that JSON cannot hold; they are written as null."""
 
+_MAX_INT = 2**128
+"""No count comes near it, and a float can hold it."""
+
 _RESERVED = ("step", "phase", "unix_s", NOT_FINITE_KEY)
 
 
@@ -40,7 +43,7 @@ class MetricsRow:
         return {
             name.removeprefix(PHASE_SECONDS_PREFIX): float(value)
             for name, value in self.values.items()
-            if name.startswith(PHASE_SECONDS_PREFIX) and isinstance(value, int | float)
+            if name.startswith(PHASE_SECONDS_PREFIX) and isinstance(value, int | float) and math.isfinite(value)
         }
 
 
@@ -75,15 +78,23 @@ def row_to_json(row: MetricsRow) -> str:
 
 def row_from_json(line: str) -> MetricsRow:
     """Inverse of `row_to_json`. Raises ValueError for anything else."""
-    record = json.loads(line)
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int) or "phase" not in record:
-        raise ValueError(f"a row is an object with step and phase, got {line[:80]!r}")
-    not_finite = record.get(NOT_FINITE_KEY, {})
-    values: dict[str, MetricValue] = {name: value for name, value in record.items() if name not in _RESERVED}
-    values.update({name: float(text) for name, text in not_finite.items()})
-    return MetricsRow(
-        step=record["step"], phase=record["phase"], unix_s=float(record.get("unix_s", math.nan)), values=values
-    )
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        raise ValueError("its lists or objects are nested too deeply") from None
+    match record:
+        case {"step": int(step), "phase": str(phase)}:
+            pass
+        case _:
+            raise ValueError(f"a row is an object with step and phase, got {line[:80]!r}")
+    not_finite, unix_s = record.get(NOT_FINITE_KEY, {}), record.get("unix_s", math.nan)
+    if not isinstance(not_finite, dict) or not isinstance(unix_s, int | float):
+        raise ValueError(f"{NOT_FINITE_KEY} must be an object and unix_s a number, got {not_finite!r} and {unix_s!r}")
+    values = {name: _plain_value(name, value) for name, value in record.items() if name not in _RESERVED}
+    values.update({name: float(str(text)) for name, text in not_finite.items()})
+    if any(isinstance(number, int) and abs(number) > _MAX_INT for number in (step, unix_s, *values.values())):
+        raise ValueError(f"a number in it is above {_MAX_INT:,}")
+    return MetricsRow(step=step, phase=phase, unix_s=float(unix_s), values=values)
 
 
 def split_metrics(path: Path) -> tuple[list[str], str]:

@@ -19,12 +19,18 @@ def export_checkpoint(source: Path, out_dir: Path, *, warn: Callable[[str], obje
     source: a run folder, whose newest whole checkpoint is taken, or one checkpoint's folder. `warn` hears of damaged
     checkpoints that are passed over.
     `AutoModelForCausalLM.from_pretrained(out_dir)` and `AutoTokenizer.from_pretrained(out_dir)` read the result. The
-    folder appears once it is whole. Raises UserError when there is no such checkpoint, or `out_dir` holds anything.
+    folder appears once it is whole. Raises UserError when there is no such checkpoint, `out_dir` holds anything,
+    or it lies among a run's checkpoints.
     """
     checkpoint = _find_checkpoint(source, warn)
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise UserError(f"{out_dir} exists and is not an empty folder; remove it or give another folder to export to")
     target = out_dir.absolute()
+    if any(_holds_checkpoints(folder) for folder in target.resolve().parents):
+        raise UserError(
+            f"{out_dir} is among the checkpoints of a run, which would take it for one of them; "
+            "give a folder outside to export to"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(PARTIAL_PREFIX + target.name)
     shutil.rmtree(partial, ignore_errors=True)
@@ -43,6 +49,11 @@ def export_checkpoint(source: Path, out_dir: Path, *, warn: Callable[[str], obje
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return checkpoint
+
+
+def _holds_checkpoints(folder: Path) -> bool:
+    is_checkpoint = (folder / MANIFEST).exists()
+    return is_checkpoint or (folder.name == CHECKPOINTS and any(folder.glob(f"step-*/{MANIFEST}")))
 
 
 def _find_checkpoint(source: Path, warn: Callable[[str], object]) -> Path:
