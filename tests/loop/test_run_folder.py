@@ -1,5 +1,8 @@
 """Who holds a run's folder, and which recipe it follows."""
 
+import os
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -76,3 +79,42 @@ def test_home_is_expanded(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.Mo
     at_home = recipe.model_copy(update={"run": recipe.run.model_copy(update={"output_dir": "~/runs"})})
     with open_run_folder(at_home, fresh=False) as folder:
         assert folder.path == tmp_path / "home" / "runs" / "tiny"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_worker_does_not_hold_the_folder(recipe: Recipe):
+    reader, writer = os.pipe()
+    folder = open_run_folder(recipe, fresh=False)
+    worker = os.fork()
+    if worker == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the test is over
+        os._exit(0)
+    folder.lock.close()
+    deadline = time.monotonic() + 10
+    try:
+        while True:
+            try:
+                open_run_folder(recipe, fresh=False).lock.close()
+                break
+            except UserError:
+                assert time.monotonic() < deadline, "the worker holds the folder"
+                time.sleep(0.01)  # it may not have begun yet
+    finally:
+        os.close(writer)
+        os.waitpid(worker, 0)
+        os.close(reader)
+
+
+def test_home_of_nobody_is_refused_by_name(recipe: Recipe):
+    nowhere = recipe.model_copy(update={"run": recipe.run.model_copy(update={"output_dir": "~nouser/runs"})})
+    with pytest.raises(UserError, match=r"run\.output_dir = '~nouser/runs'"):
+        open_run_folder(nowhere, fresh=False)
+
+
+def test_copied_folder_goes_on_under_its_new_name(recipe: Recipe):
+    with open_run_folder(recipe, fresh=False) as folder:
+        shutil.copytree(folder.path, folder.path.with_name("copy"))
+    copied = recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": "copy"})})
+    with open_run_folder(copied, fresh=False) as folder:
+        assert folder.path.name == "copy"

@@ -1,12 +1,13 @@
 """A whole run: opened, begun or resumed, trained, and summed up."""
 
 import asyncio
+import math
 import os
 import signal
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -21,10 +22,9 @@ from ratoon.metrics import MetricsLog, read_metrics
 from ratoon.metrics.rows import MetricValue
 from ratoon.rollout import RolloutEngine, build_engine
 from ratoon.trainer.checkpoint import checkpoint_step, clean_leftovers, latest_checkpoint
+from ratoon.trainer.durable_files import is_disk_full
 from ratoon.types.errors import UserError
 from ratoon.view import RunLog, RunSummary, RunView
-
-EXIT_INTERRUPTED = 130
 
 
 def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False) -> int:
@@ -46,52 +46,81 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
     check_attention(recipe.model.attention)
     inputs = load_inputs(recipe, recipe_dir)
     folder = open_run_folder(recipe, fresh=fresh)
-    log = RunLog(folder.log)
-    with folder, RunView(recipe.run.name, log=log) as view, MetricsLog(folder.metrics, warn=view.warn) as metrics:
-        try:
-            clean_leftovers(folder.checkpoints)
-            checkpoint = latest_checkpoint(folder.checkpoints, warn=view.warn)
-            if checkpoint is None and metrics.find("train") is not None:
-                raise UserError(
-                    f"run folder {folder.path} records steps, but {folder.checkpoints} holds no checkpoint to go on "
-                    "from; put one back, or start anew with --fresh (the old run is set aside)"
-                )
-            if _is_complete(recipe, inputs, checkpoint, metrics):
-                view.say(_complete_message(recipe, folder, checkpoint))
-                return 0
-            folder.store_recipe(recipe)
-            for line in inputs.prompts.report.lines():
-                view.say(line)
-            view.phase("load model")
-            model = load_model(recipe, inputs.tokenizer, checkpoint=checkpoint, device=device)
-            engine = build_engine(recipe.rollout, model, inputs.tokenizer, device)
-            run = SynchronousRun(
-                recipe, inputs, model, engine,
-                folder=folder, metrics=metrics, view=view, data_parallel=single_process(),
-            )  # fmt: skip
-            with _stop_on_interrupt(run, view.warn):
-                asyncio.run(_begin_or_resume(run, checkpoint))
-            view.finish(_summary(run, folder, metrics, command=command, started=started))
-            return 0 if _is_complete(recipe, inputs, run.newest_checkpoint, metrics) else EXIT_INTERRUPTED
-        except Exception as error:
-            log(traceback.format_exc())
-            cause = _first_cause(error)
-            if isinstance(cause, UserError):
-                raise cause from error
-            raise RunFailedError(f"{type(cause).__name__}: {cause} (traceback in {folder.log})") from error
-        finally:
-            log.close()
+    with (
+        folder,
+        _failures_named(folder) as log,
+        RunView(recipe.run.name, log=log) as view,
+        MetricsLog(folder.metrics, warn=view.warn) as metrics,
+    ):
+        clean_leftovers(folder.checkpoints)
+        checkpoint = latest_checkpoint(folder.checkpoints, warn=view.warn)
+        if checkpoint is None and metrics.find("train") is not None:
+            raise UserError(
+                f"run folder {folder.named} records steps, but {folder.shown(folder.checkpoints)} holds no "
+                "checkpoint to go on from; put one back, or start anew with --fresh (the old run is set aside)"
+            )
+        if _is_complete(recipe, inputs, checkpoint, metrics):
+            view.say(_complete_message(recipe, folder, checkpoint))
+            return 0
+        folder.store_recipe(recipe)
+        for line in inputs.prompts.report.lines():
+            view.say(line)
+        view.phase("load model")
+        model = load_model(recipe, inputs.tokenizer, checkpoint=checkpoint, device=device)
+        engine = build_engine(recipe.rollout, model, inputs.tokenizer, device)
+        run = SynchronousRun(
+            recipe, inputs, model, engine,
+            folder=folder, metrics=metrics, view=view, data_parallel=single_process(),
+        )  # fmt: skip
+        with _stop_on_signals(run, view.warn) as received:
+            asyncio.run(_begin_or_resume(run, checkpoint))
+        view.finish(_summary(run, folder, metrics, command=command, started=started))
+        if _is_complete(recipe, inputs, run.newest_checkpoint, metrics):
+            return 0
+        assert received, "a run that nobody stopped is complete"
+        return 128 + received[0]
 
 
 class RunFailedError(RuntimeError):
     """The run ended by a failure that is not the user's to mend; the message names the cause and the log."""
 
 
+@contextmanager
+def _failures_named(folder: RunFolder) -> Iterator[RunLog]:
+    """The run's log. Whatever ends the run stands there with its traceback, and is raised under its first cause."""
+    log = RunLog(folder.log)
+    try:
+        yield log
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the user's functions may raise what is no Exception: asyncio.CancelledError
+        with suppress(OSError):  # the disk may be what failed
+            log(traceback.format_exc())
+        cause = _first_cause(error)
+        if isinstance(cause, UserError):
+            raise cause from error
+        if is_disk_full(cause):
+            raise UserError(
+                f"the disk that holds run folder {folder.named} is full ({cause}); checkpoints are whole. "
+                "Free some space and run the same command again"
+            ) from error
+        raise RunFailedError(f"{_described(cause)} (traceback in {folder.log})") from error
+    finally:
+        log.close()
+
+
+def _described(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as failure:
+        return f"{type(error).__name__}, whose message cannot be had ({type(failure).__name__})"
+
+
 async def _begin_or_resume(run: SynchronousRun, checkpoint: Path | None) -> None:
     async with _closing(run.engine, run.view.warn):
         if checkpoint is not None:
             await run.restore(checkpoint)
-            run.view.say(f"resuming after step {run.num_steps_done} from {checkpoint}")
+            run.view.say(f"resuming after step {run.num_steps_done} from {run.folder.shown(checkpoint)}")
         else:
             torch.manual_seed(run.recipe.run.seed)  # dropout draws from the global generators
             run.metrics.truncate_after(-1)
@@ -133,7 +162,7 @@ def _complete_message(recipe: Recipe, folder: RunFolder, checkpoint: Path | None
     step, num_steps = checkpoint_step(checkpoint) if checkpoint else 0, recipe.trainer.num_steps
     asked = f", where trainer.num_steps = {num_steps} asks for no more" if step != num_steps else ""
     return (
-        f"run {recipe.run.name} is complete: {step} steps in {folder.path}{asked}. "
+        f"run {recipe.run.name} is complete: {step} steps in {folder.named}{asked}. "
         "Raise trainer.num_steps to train on, or use --fresh to start anew"
     )
 
@@ -146,23 +175,26 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def _stop_on_interrupt(run: SynchronousRun, warn: Callable[[str], None]) -> Iterator[None]:
-    """Ctrl-C ends the run after the step in progress, with a checkpoint; a second one ends it at once.
+def _stop_on_signals(run: SynchronousRun, warn: Callable[[str], None]) -> Iterator[Sequence[int]]:
+    """Ctrl-C or SIGTERM ends the run after the step in progress, with a checkpoint; Ctrl-C after that, at once.
 
-    In the warm start there is no checkpoint yet, and the run begins anew.
+    Yields the signals received so far. In the warm start there is no checkpoint yet, and the run begins anew.
     """
+    received: list[int] = []
 
-    def stop(*_: object) -> None:
-        if run.is_stopping:
+    def stop(number: int, _: object) -> None:
+        if received and number == signal.SIGINT:
             raise KeyboardInterrupt
+        received.append(number)
         run.is_stopping = True
-        warn("stopping after what is in progress; press Ctrl-C again to stop at once")
+        warn(f"{signal.Signals(number).name}: stopping after what is in progress; press Ctrl-C to stop at once")
 
-    previous = signal.signal(signal.SIGINT, stop)
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield received
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _summary(
@@ -177,7 +209,7 @@ def _summary(
     seconds = metrics.total_seconds
     return RunSummary(
         run_name=recipe.run.name,
-        run_dir=folder.path,
+        run_dir=folder.named,
         train_command=command,
         num_steps_done=run.num_steps_done,
         num_steps=recipe.trainer.num_steps,
@@ -186,12 +218,18 @@ def _summary(
         num_logical_tokens=_total(steps, "num_logical_tokens"),
         num_computed_rows=_total(steps, "num_rows"),
         num_response_tokens=_total(steps, "num_generated_tokens"),
-        reward_before=None if before is None else float(before["reward_mean"] or 0.0),
-        reward_after=None if after is None else float(after["reward_mean"] or 0.0),
-        num_heldout_responses=0 if before is None else int(before["num_responses"] or 0),
-        checkpoint=run.newest_checkpoint,
+        reward_before=None if before is None else _number(before, "reward_mean"),
+        reward_after=None if after is None else _number(after, "reward_mean"),
+        num_heldout_responses=0 if before is None else int(_number(before, "num_responses")),
+        checkpoint=None if run.newest_checkpoint is None else folder.shown(run.newest_checkpoint),
     )
 
 
 def _total(rows: Sequence[Mapping[str, MetricValue]], name: str) -> int:
-    return sum(int(row[name] or 0) for row in rows)
+    return sum(int(_number(row, name)) for row in rows)
+
+
+def _number(row: Mapping[str, MetricValue], name: str) -> float:
+    """0 where a row, which someone may have edited, has no number of that name."""
+    value = row.get(name)
+    return value if isinstance(value, int | float) and math.isfinite(value) else 0.0

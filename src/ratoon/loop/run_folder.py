@@ -17,6 +17,7 @@ RECIPE_FILE = "recipe.toml"
 # What may differ between the command that began a run and the one that resumes it: its length,
 # its evaluation, what it writes, and where it runs. Everything else would make it another run.
 _MAY_CHANGE = (
+    "run.name",
     "run.output_dir",
     "evaluation.",
     "trainer.num_steps",
@@ -33,6 +34,11 @@ class RunFolder:
     """`output_dir/name`, held by this process until it is closed."""
 
     path: Path
+    """Absolute: the user's functions may change the current folder."""
+
+    named: Path
+    """The same as the recipe names it, for messages."""
+
     lock: TextIO
     """Locked; the operating system frees it when the process ends, however it ends."""
 
@@ -58,6 +64,10 @@ class RunFolder:
     def log(self) -> Path:
         return self.path / "run.log"
 
+    def shown(self, path: Path) -> Path:
+        """A path in this folder as the recipe names it."""
+        return self.named / path.relative_to(self.path)
+
     def store_recipe(self, recipe: Recipe) -> None:
         """Writes the resolved recipe that the run goes on with."""
         stored, text = self.path / RECIPE_FILE, dump_recipe(recipe)
@@ -81,16 +91,17 @@ def open_run_folder(recipe: Recipe, *, fresh: bool) -> RunFolder:
     `fresh` sets an existing folder aside under the next free name; nothing is deleted. Raises UserError
     where the folder cannot be written, another process holds it, or it holds a run of another recipe.
     """
-    path = Path(recipe.run.output_dir).expanduser() / recipe.run.name
+    named = _expanded(recipe.run.output_dir) / recipe.run.name
+    path = named.absolute()
     try:
         if fresh and path.exists():
-            _refuse_if_held(path)
+            _refuse_if_held(path, named)
             path.rename(_next_free_name(path))
         path.mkdir(parents=True, exist_ok=True)
-        folder = RunFolder(path, _lock(path))
+        folder = RunFolder(path, named, _lock(path, named))
         try:
             if (path / RECIPE_FILE).exists():
-                _check_same_run(recipe, path)
+                _check_same_run(recipe, path, named)
             for file in (folder.metrics, folder.log):
                 file.open("a").close()
             if not (path / RECIPE_FILE).exists():
@@ -100,13 +111,23 @@ def open_run_folder(recipe: Recipe, *, fresh: bool) -> RunFolder:
             raise
     except OSError as error:
         raise UserError(
-            f"run folder {path} cannot be written ({error.strerror}: {error.filename or path}); "
+            f"run folder {named} cannot be written ({error.strerror}: {error.filename or named}); "
             "mend that, or set run.output_dir to another folder"
         ) from None
     return folder
 
 
-def _lock(path: Path) -> TextIO:
+def _expanded(output_dir: str) -> Path:
+    try:
+        return Path(output_dir).expanduser()
+    except RuntimeError as error:
+        raise UserError(
+            f"run.output_dir = {output_dir!r} begins with the home folder of a user that cannot be found ({error}); "
+            "write the folder out, or put ./ before a folder whose name begins with ~"
+        ) from None
+
+
+def _lock(path: Path, named: Path) -> TextIO:
     # Append mode: opening must not empty the note of a process that holds the lock.
     lock = (path / "lock").open("a+")
     try:
@@ -115,17 +136,19 @@ def _lock(path: Path) -> TextIO:
         lock.seek(0)
         holder = lock.read().strip() or "unknown"
         raise UserError(
-            f"run folder {path} is held by another process (pid {holder}); wait for it, stop it, "
+            f"run folder {named} is held by another process (pid {holder}); wait for it, stop it, "
             "or give this run another name with --run.name=NAME"
         ) from None
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n")
     lock.flush()
+    # A process that the user's functions fork shares the lock, and would hold it after this one has died.
+    os.register_at_fork(after_in_child=lock.close)
     return lock
 
 
-def _refuse_if_held(path: Path) -> None:
-    _lock(path).close()
+def _refuse_if_held(path: Path, named: Path) -> None:
+    _lock(path, named).close()
 
 
 def _next_free_name(path: Path) -> Path:
@@ -135,17 +158,17 @@ def _next_free_name(path: Path) -> Path:
     return candidate
 
 
-def _check_same_run(recipe: Recipe, path: Path) -> None:
+def _check_same_run(recipe: Recipe, path: Path, named: Path) -> None:
     try:
         stored = load_recipe(path / RECIPE_FILE)
     except UserError as error:
         raise UserError(
-            f"run folder {path} holds a run whose recipe this version cannot read ({error}). "
+            f"run folder {named} holds a run whose recipe this version cannot read ({error}). "
             "Give this run another name with --run.name=NAME, or start anew with --fresh (the old run is set aside)"
         ) from None
     changed = [key for key in changed_keys(stored, recipe) if not key.startswith(_MAY_CHANGE)]
     if changed:
         raise UserError(
-            f"run folder {path} holds a run of another recipe; changed: {', '.join(changed)}. "
+            f"run folder {named} holds a run of another recipe; changed: {', '.join(changed)}. "
             "Give this run another name with --run.name=NAME, or start anew with --fresh (the old run is set aside)"
         )

@@ -21,7 +21,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ratoon.trainer.durable_files import PARTIAL_PREFIX, fsync_folder, fsync_tree
+from ratoon.trainer.durable_files import PARTIAL_PREFIX, fsync_folder, fsync_tree, is_disk_full
 from ratoon.trainer.state_tree import join_state, split_state, state_bytes
 from ratoon.types import UserError
 
@@ -102,7 +102,8 @@ def save_checkpoint(
         partial.rename(final)
         fsync_folder(folder)
     except (OSError, SafetensorError) as error:
-        if _is_disk_full(error):
+        # safetensors tells by its message alone.
+        if is_disk_full(error) or os.strerror(errno.ENOSPC) in str(error):
             raise UserError(
                 f"the disk filled up while checkpoint {checkpoint_name(step)} was written to {folder} "
                 f"(it needs about {num_bytes / 1e9:.2f} GB): {error}; earlier checkpoints are whole. "
@@ -265,9 +266,3 @@ def _require_free_bytes(folder: Path, num_bytes: int) -> None:
             "free; nothing was written and earlier checkpoints are whole. Free some space, keep fewer checkpoints, "
             "or move the run to a larger disk, then run the same command again"
         )
-
-
-def _is_disk_full(error: OSError | SafetensorError) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return os.strerror(errno.ENOSPC) in str(error)

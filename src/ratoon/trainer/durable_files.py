@@ -1,5 +1,6 @@
 """Files that are either whole or absent, also after kill -9 and power loss."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,11 @@ def fsync_tree(path: Path) -> None:
         for name in names:
             fsync_file(Path(folder, name))
         fsync_folder(Path(folder))
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether the disk, or the user's share of it, has no room left."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:

@@ -102,5 +102,6 @@ def _next_lines(summary: RunSummary) -> list[PageLine]:
         command = re.sub(r" --trainer\.num_steps[= ]\S+", "", summary.train_command)
         longer = f"{command} --trainer.num_steps {2 * summary.num_steps or 100}"
         lines.append(_labelled("train longer", longer))
-    lines.append(_labelled("read what it wrote", str(summary.run_dir / "rollouts")))
+    if summary.num_steps_done:
+        lines.append(_labelled("read what it wrote", str(summary.run_dir / "rollouts")))
     return lines

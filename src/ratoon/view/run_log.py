@@ -1,5 +1,6 @@
 """run.log: every line a run printed, with the time."""
 
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -20,4 +21,6 @@ class RunLog:
             self._file.write(f"{now}  {line}\n")
 
     def close(self) -> None:
-        self._file.close()
+        # What a full disk did not take is tried once more here; the write that failed has said so.
+        with suppress(OSError):
+            self._file.close()

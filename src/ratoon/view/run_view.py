@@ -1,8 +1,10 @@
 """Progress of a run: a live block on a terminal, plain lines anywhere else."""
 
+import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from statistics import median
 
 from rich.console import Console, Group
@@ -25,7 +27,8 @@ class RunView:
     """Shows what a run does. Use it as a context manager, on the rank that writes the run's files.
 
     On a terminal a block of three lines is redrawn in place. Elsewhere, and where TERM is dumb, every step is one line
-    of `key=value` pairs. NO_COLOR is respected. Whatever is shown also goes to `log`, one plain line each.
+    of `key=value` pairs. NO_COLOR is respected. Whatever is shown also goes to `log`, one plain line each; when nobody
+    reads the output any more, to `log` only.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class RunView:
         """live: redraw in place; None decides by whether standard output is a terminal that can."""
         self.run_name = run_name
         self._log = log
-        self._console = console or Console(highlight=False)
+        self._console = console or _Console(highlight=False)
         # FORCE_COLOR makes rich call a pipe a terminal; a block redrawn into a file is of no use to anyone.
         self._is_live = self._console.is_interactive and self._console.file.isatty() if live is None else live
         self._now = now
@@ -58,7 +61,8 @@ class RunView:
             self._live = Live(
                 get_renderable=self._block, console=self._console, refresh_per_second=_REFRESH_PER_S, transient=True
             )
-            self._live.start()
+            with self._while_read():
+                self._live.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -90,7 +94,8 @@ class RunView:
         if self._live is None:
             self._print(line)
         else:
-            self._live.refresh()
+            with self._while_read():
+                self._live.refresh()
 
     def say(self, text: str, style: str = "") -> None:
         """Shows one lasting line."""
@@ -115,7 +120,8 @@ class RunView:
 
     def _stop(self) -> None:
         if self._live is not None:
-            self._live.stop()
+            with self._while_read():
+                self._live.stop()
             self._live = None
 
     @property
@@ -126,7 +132,22 @@ class RunView:
         encoding = self._console.encoding
         shown = text.encode(encoding, "replace").decode(encoding)
         # Text, not markup: rewards and prompts may hold brackets. Soft wrap: lines stay whole for grep and copying.
-        self._console.print(Text(shown, style), soft_wrap=True)
+        with self._while_read():
+            self._console.print(Text(shown, style), soft_wrap=True)
+
+    @contextmanager
+    def _while_read(self) -> Iterator[None]:
+        """The reader of the output may go (`| head`), or the output be closed: no reason to stop training."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) and not self._console.file.closed:
+                raise
+            self._console.quiet = True
+            # What is left in its buffer must not fail once more at the end of the program.
+            with suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._console.file.fileno())
+            self._log(f"warning: the output cannot be written any more ({error}); going on in this log only")
 
     def _eta_s(self) -> float | None:
         if self._report is None or not self._recent_s:
@@ -162,6 +183,12 @@ class RunView:
         if report.dedup_ratio is not None:
             parts.append(f"dedup {report.dedup_ratio:.2f}")
         return parts
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Called in the handler of the error: rich would end the program."""
+        raise
 
 
 def _line(text: str, style: str = "") -> Text:
