@@ -66,8 +66,8 @@ def score(response):
 def act(action):
     if action == "raise":
         raise KeyError("no such\\nverdict")
-    for _ in range(2 if action == "interrupt-twice" else 1):
-        os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(2 if action.endswith("-twice") else 1):
+        os.kill(os.getpid(), signal.SIGTERM if action.startswith("terminate") else signal.SIGINT)
         time.sleep(0.2)  # two signals at once are one
 """
 

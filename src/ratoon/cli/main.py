@@ -50,8 +50,9 @@ example:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status.
 
-    0 done, 2 something the user must change, 130 stopped by Ctrl-C, 1 anything else.
+    0 done, 2 something the user must change, 130 stopped by Ctrl-C, 143 by SIGTERM, 1 anything else.
     """
+    _fill_closed_streams()
     # Read when tqdm is imported: libraries' bars would run across our own lines.
     os.environ.setdefault("TQDM_DISABLE", "1")
     overrides, given = _split_overrides(sys.argv[1:] if arguments is None else arguments)
@@ -61,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join([*overrides, *unknown])}")
     try:
         status = _run(known, [*overrides, *unknown])
-        sys.stdout.flush()
+        if not sys.stdout.closed:  # by a function of the user
+            sys.stdout.flush()
         return status
     except UserError as error:
         complain(known.command, error)
@@ -74,6 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read the output has gone; Python's last flush must not complain about it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _fill_closed_streams() -> None:
+    """Python has None for a stream that the shell closed (`>&-`), and the next file opened would take its number."""
+    for name in ("stdin", "stdout", "stderr"):
+        if vars(sys)[name] is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 (until the end)
 
 
 def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

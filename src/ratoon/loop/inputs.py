@@ -1,5 +1,6 @@
 """Everything a recipe names that can be refused before a model loads, and then the model."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ratoon.attention import available_impls
 from ratoon.config.recipe import Recipe
 from ratoon.data import PromptSplit, load_prompts, supervised_examples
+from ratoon.data.user_function import python_target
 from ratoon.loop.demonstrations import demonstrations_of
 from ratoon.models import align_eos, attach, build_fresh, load_policy, load_tokenizer, set_recompute
 from ratoon.models.config import AttentionImpl
@@ -29,6 +31,9 @@ class Inputs:
     reward_fn: RewardFn
     demonstrations: Mapping[str | int, str]
     """By prompt id, what the supervised warm start imitates; empty without that stage."""
+
+    user_files: Mapping[str, str]
+    """By the recipe's key, the SHA-256 of the Python file it names."""
 
     @property
     def eos_token_id(self) -> int:
@@ -64,6 +69,7 @@ def load_inputs(recipe: Recipe, recipe_dir: Path) -> Inputs:
         prompts=prompts,
         reward_fn=reward_fn,
         demonstrations={prompt.id: text for prompt, text in zip(prompts.train, texts, strict=False)},
+        user_files=_user_file_digests(recipe, recipe_dir),
     )
     if recipe.sft is not None:  # every text can be written, or the warm start would fail midway
         inputs.supervised(prompts.train)
@@ -133,6 +139,18 @@ def _load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         eos_token=config.eos_token,
         trust_remote_code=config.trust_remote_code,
     )
+
+
+def _user_file_digests(recipe: Recipe, recipe_dir: Path) -> dict[str, str]:
+    sources = {"reward.function": recipe.reward.function}
+    if recipe.sft is not None and recipe.sft.demonstrations is not None:
+        sources["sft.demonstrations"] = recipe.sft.demonstrations
+    targets = {key: python_target(source) for key, source in sources.items()}
+    return {
+        key: hashlib.sha256((recipe_dir / Path(target[0]).expanduser()).read_bytes()).hexdigest()
+        for key, target in targets.items()
+        if target is not None
+    }
 
 
 def _check_room(recipe: Recipe, prompts: PromptSplit) -> None:

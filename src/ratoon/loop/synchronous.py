@@ -77,6 +77,12 @@ class SynchronousRun:
         self.trainer.optimizer.load_state_dict(saved.state["optimizer"])
         restore_rng(saved.state["rng"])
         self.prompts.restore(StreamState(**saved.position["prompts"]))
+        for key, digest in saved.position.get("user_files", {}).items():
+            if self.inputs.user_files.get(key, digest) != digest:
+                self.view.warn(
+                    f"the Python file that {key} names has changed since the checkpoint of step {saved.step}: "
+                    "steps from here on follow the new one, those before followed the old one"
+                )
         self.num_steps_done = saved.step
         self.newest_checkpoint = checkpoint
         self.metrics.truncate_after(saved.step)
@@ -167,7 +173,7 @@ class SynchronousRun:
                 model_writer=partial(save_model, self.model, self.inputs.tokenizer),
                 model_bytes=model_file_bytes(self.model),
                 state={"optimizer": self.trainer.optimizer.state_dict(), "rng": capture_rng()},
-                position={"prompts": asdict(self.prompts.state())},
+                position={"prompts": asdict(self.prompts.state()), "user_files": dict(self.inputs.user_files)},
                 keep_last=self.recipe.trainer.keep_checkpoints,
             )
 
