@@ -59,6 +59,24 @@ def test_changing_one_sequence_leaves_the_others_bitwise_equal(impl: str, dtype:
     assert not torch.equal(before[0][changed], after[0][changed])
 
 
+@pytest.mark.parametrize("spoilt", ["k_THD", "v_THE"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_nan_of_one_response_reaches_no_other(impl: str, spoilt: str):
+    layout = make_groups((4, [3, 5, 2]), (3, [2]))
+    case = make_case(layout, heads=(4, 2), has_sinks=True)
+    first, last = (int(offset) for offset in layout.segment_offsets[2:4])  # the second response
+    tensor = getattr(case, spoilt).clone()
+    tensor[first, 0, 0] = torch.nan  # for one key head
+    before = output_and_gradients(attend(layout, impl), case)
+    after = output_and_gradients(attend(layout, impl), replace(case, **{spoilt: tensor}))
+    others = torch.ones(layout.num_rows, dtype=torch.bool)
+    others[first:last] = False
+    assert torch.equal(before[0][others], after[0][others])
+    assert torch.equal(before[1][others], after[1][others]), "the gradient of another response's query moved"
+    assert after[0][~others].isnan().any()
+    assert after[0][others].isfinite().all()
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_gradients_are_bitwise_reproducible(impl: str):
     layout = make_groups((70, [33, 33, 3]), (40, [5, 5]))

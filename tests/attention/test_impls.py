@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from tests.attention.oracle import make_case, make_groups
@@ -96,7 +97,13 @@ def test_the_op_refuses_what_its_plan_asks_for():
         ({"sinks_H": torch.zeros(3)}, "sinks_H must hold one floating number for each of 4 query heads"),
         ({"sinks_H": torch.zeros(4, dtype=torch.int64)}, "of torch.int64"),
         ({"q_THD": torch.zeros(6, 4, 8, device="meta")}, "q_THD is on meta, but its plan was built for cpu"),
-        ({"softmax_scale": float("nan")}, "softmax_scale must be finite, got nan"),
+        ({"softmax_scale": float("nan")}, "softmax_scale must be positive and finite, got nan"),
+        ({"softmax_scale": 0.0}, "softmax_scale must be positive and finite, got 0.0; pass None"),
+        ({"softmax_scale": -0.5, "impl": "flash"}, "softmax_scale must be positive and finite, got -0.5"),
+        ({"q_THD": np.zeros((6, 4, 8))}, "q_THD must be a torch.Tensor, got ndarray"),
+        ({"sinks_H": [0.0] * 4}, "sinks_H must be a torch.Tensor, got list"),
+        ({"plan": None}, r"plan must be an AttentionPlan, got NoneType; .*AttentionPlan.build\(layout\)"),
+        ({"plan": LAYOUT}, "plan must be an AttentionPlan, got PackedLayout"),
         ({"softcap": 0.0}, "softcap must be positive and finite, got 0.0"),
         ({"impl": "flash", "softcap": 3.0}, "has no softcap"),
     ],
@@ -116,6 +123,12 @@ def test_inputs_that_do_not_fit_are_refused(changes: dict[str, object], message:
 def test_a_window_is_a_positive_number_of_tokens(window: object):
     with pytest.raises(ValueError, match="window must be a number of tokens, at least 1"):
         AttentionPlan.build(LAYOUT, window=window)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("layout", [None, [], np.arange(3)])
+def test_a_plan_is_of_a_layout(layout: object):
+    with pytest.raises(ValueError, match=r"layout must be a PackedLayout, got .*pack_groups"):
+        AttentionPlan.build(layout)  # pyright: ignore[reportArgumentType]
 
 
 def test_importing_the_package_imports_no_torch():

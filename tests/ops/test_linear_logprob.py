@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ratoon.ops import linear_logprob
 from ratoon.ops.logprob import tiling
+from ratoon.ops.logprob.entry import MIN_TEMPERATURE
 from ratoon.ops.logprob.projection import drop_negligible_
 
 OPTIONS: list[dict[str, Any]] = [
@@ -342,6 +343,14 @@ def test_extreme_logits(dtype: torch.dtype):
         assert value.isfinite().all(), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_lowest_temperature(dtype: torch.dtype):
+    ours = run_ours(make_case(40, 8, 301, spread=50.0, temperature=MIN_TEMPERATURE).to(dtype))
+    assert (ours.logprobs_M <= 0).all()
+    for name, value in ours.named().items():
+        assert value.isfinite().all(), name
+
+
 def test_certain_token():
     """Probability 1, from large logits: 0 to within a rounding of 1, and never on the wrong side."""
     weight_VC = torch.tensor([[1.0], [-1.0], [0.0]])
@@ -420,10 +429,11 @@ HIDDEN, WEIGHT, TARGET = torch.zeros(4, 3), torch.zeros(10, 3), torch.zeros(4, d
         ({"target_M": torch.tensor([0, -100, 3, 4])}, r"got values from -100 to 4; leave out"),
         ({"bias": torch.zeros(3)}, r"bias must be \[V=10\].*\[3\]"),
         ({"bias": torch.zeros(10, dtype=torch.float64)}, r"bias must have hidden's dtype"),
-        ({"temperature": 0.0}, r"temperature must be finite and above 0, got 0.0"),
-        ({"temperature": -1.0}, r"temperature must be finite and above 0, got -1.0"),
-        ({"temperature": math.nan}, r"temperature must be finite and above 0, got nan"),
-        ({"temperature": math.inf}, r"temperature must be finite and above 0, got inf"),
+        ({"temperature": 0.0}, r"temperature must be finite and at least 1e-06, got 0.0"),
+        ({"temperature": 1e-30}, r"temperature must be finite and at least 1e-06, got 1e-30; greedy"),
+        ({"temperature": -1.0}, r"temperature must be finite and at least 1e-06, got -1.0"),
+        ({"temperature": math.nan}, r"temperature must be finite and at least 1e-06, got nan"),
+        ({"temperature": math.inf}, r"temperature must be finite and at least 1e-06, got inf"),
         ({"logit_scale": math.inf}, r"logit_scale must be finite, got inf"),
         ({"logit_softcap": 0.0}, r"logit_softcap must be finite and above 0, got 0.0"),
         ({"logit_softcap": -30.0}, r"logit_softcap must be finite and above 0, got -30.0"),

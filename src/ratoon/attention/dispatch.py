@@ -38,7 +38,7 @@ def forest_attention(
     """Causal attention in which every row reads its own path through the forest, within the plan's window.
 
     q_THD: [T, Hq, D]. k_THD: [T, Hkv, D]; v_THD: [T, Hkv, E]; Hkv divides Hq. All of one dtype.
-    softmax_scale: multiplies q.k before softmax; 1/sqrt(D) when None.
+    softmax_scale: multiplies q.k before softmax, above 0; 1/sqrt(D) when None.
     softcap: scaled scores become softcap * tanh(score / softcap).
     sinks_H: [Hq], any floating dtype. One more score in every row's softmax, that brings no value; not capped.
     deterministic: the gradients are bitwise equal in every run, or the call is refused.
@@ -50,8 +50,8 @@ def forest_attention(
     """
     _check(q_THD, k_THD, v_THD, plan, sinks_H)
     scale = 1 / math.sqrt(q_THD.shape[2]) if softmax_scale is None else softmax_scale
-    if not math.isfinite(scale):
-        raise ValueError(f"softmax_scale must be finite, got {scale}")
+    if not 0 < scale < math.inf:  # flash kernels take the largest q.k before they scale
+        raise ValueError(f"softmax_scale must be positive and finite, got {scale}; pass None for 1/sqrt(head dim)")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be positive and finite, got {softcap}; pass None for no cap")
 
@@ -80,7 +80,14 @@ def forest_attention(
 
 def _check(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: AttentionPlan, sinks_H: Tensor | None) -> None:
     """Shapes, dtypes and devices that fit one another and the plan."""
+    if not isinstance(plan, AttentionPlan):
+        raise ValueError(
+            f"plan must be an AttentionPlan, got {type(plan).__name__}; build it with AttentionPlan.build(layout)"
+        )
     tensors = {"q_THD": q_THD, "k_THD": k_THD, "v_THD": v_THD}
+    for name, tensor in (tensors if sinks_H is None else tensors | {"sinks_H": sinks_H}).items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     for name, tensor in tensors.items():
         if tensor.ndim != 3:
             raise ValueError(f"{name} must be [rows, heads, head dim], without a batch; got shape {_shape(tensor)}")

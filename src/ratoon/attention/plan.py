@@ -46,6 +46,11 @@ class AttentionPlan:
 
         A window that no sequence outgrows is the same as none, and becomes None.
         """
+        if not isinstance(layout, PackedLayout):
+            raise ValueError(
+                f"layout must be a PackedLayout, got {type(layout).__name__}; "
+                "make one with ratoon.layout.pack_groups, pack_sequences or pack_documents"
+            )
         if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
             raise ValueError(
                 f"window must be a number of tokens, at least 1 (a row always reads itself), got {window!r}; "

@@ -126,6 +126,10 @@ def _attend_block(
     q_HGBD = q_BHD.to(dtype).view(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     k_H1DK = k_KHD.to(dtype).permute(1, 2, 0)[:, None]
     v_H1KE = v_KHE.to(dtype).transpose(0, 1)[:, None]
+    # A probability of 0 times NaN is NaN: keys and values that are not finite are put back as NaN below, in the
+    # rows that read them.
+    bad_HK = ~(k_H1DK.isfinite().all(dim=2)[:, 0] & v_H1KE.isfinite().all(dim=3)[:, 0])
+    k_H1DK, v_H1KE = k_H1DK.nan_to_num(0.0, 0.0, 0.0), v_H1KE.nan_to_num(0.0, 0.0, 0.0)
     scores_HGBK = torch.matmul(q_HGBD, k_H1DK) * softmax_scale
     if softcap is not None:
         scores_HGBK = torch.tanh(scores_HGBK / softcap) * softcap
@@ -137,6 +141,9 @@ def _attend_block(
     else:
         probs_HGBK = scores_HGBK.softmax(dim=-1)
     out_HGBE = torch.matmul(probs_HGBK, v_H1KE)
+    reads_bad_HB = (mask_BK & bad_HK[:, None]).any(dim=2)
+    spoilt_HB = torch.zeros_like(reads_bad_HB, dtype=dtype).masked_fill(reads_bad_HB, torch.nan)
+    out_HGBE = out_HGBE + spoilt_HB[:, None, :, None]
     return out_HGBE.permute(2, 0, 1, 3).reshape(num_rows, num_heads, -1)
 
 

@@ -13,6 +13,9 @@ from ratoon.ops.logprob.projection import Projection
 from ratoon.ops.logprob.scoring import SoftmaxStats, score
 from ratoon.ops.logprob.transform import LogitTransform
 
+MIN_TEMPERATURE = 1e-6
+"""Far below it, logits over the temperature leave fp32."""
+
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGER = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -41,7 +44,7 @@ def linear_logprob(
     hidden_MC: [M, C], fp64, fp32, bf16 or fp16; M may be 0.
     weight_VC: [V, C], hidden's dtype and device: a language model's output embedding.
     target_M: [M], integers in [0, V), on hidden's device. Every row is scored: there is no ignored index.
-    temperature: finite, above 0. logit_scale: finite. logit_softcap: finite, above 0.
+    temperature: finite, at least `MIN_TEMPERATURE`. logit_scale: finite. logit_softcap: finite, above 0.
     bias: [V], hidden's dtype; -inf masks a token (where logit_scale is above 0 and no softcap makes it finite again).
 
     Returns logprobs [M] and entropy [M], fp32 (fp64 for fp64 input). Logits and all sums are fp32 (fp64) too, also for
@@ -100,9 +103,9 @@ def _describe(tensor: Tensor) -> str:
 
 
 def _checked_transform(temperature: float, logit_scale: float, logit_softcap: float | None) -> LogitTransform:
-    if not (math.isfinite(temperature) and temperature > 0):
+    if not MIN_TEMPERATURE <= temperature < math.inf:
         raise ValueError(
-            f"linear_logprob: temperature must be finite and above 0, got {temperature}; "
+            f"linear_logprob: temperature must be finite and at least {MIN_TEMPERATURE}, got {temperature}; "
             "greedy decoding has no log-probs, score it at the temperature you mean to train at"
         )
     if not math.isfinite(logit_scale):
