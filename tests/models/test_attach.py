@@ -3,6 +3,9 @@
 # Shape letters: T rows, H heads, D head dim.
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -279,3 +282,24 @@ def test_families_on_a_gpu(name: str):
     assert logprobs_M.device.type == "cuda"
     logprobs_M.sum().backward()
     assert all(parameter.grad is None or bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
+
+
+def test_an_attached_model_is_unpickled_in_another_process(model: Any, forest: Forest, tmp_path: Path):
+    expected_M, _ = forward_logprobs(model, forest.layout)
+    torch.save((model, forest.layout, expected_M.detach()), tmp_path / "attached.pt")
+    code = (
+        f"import sys; sys.path[:] = {sys.path}; import torch; torch.set_num_threads(1)\n"
+        f"model, layout, expected_M = torch.load({str(tmp_path / 'attached.pt')!r}, weights_only=False)\n"
+        "from ratoon.models import forward_logprobs\n"
+        "assert torch.equal(forward_logprobs(model, layout)[0], expected_M)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_spoilt_weights_are_named(value: float):
+    model = build_model("llama", dtype=torch.float32)
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.up_proj.weight")[0, 0] = value
+    with pytest.raises(UserError, match=r"NaN or infinite, in 1 of its tensors, first model.layers.1.mlp.up_proj"):
+        attach(model)

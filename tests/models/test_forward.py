@@ -2,10 +2,13 @@
 
 # Shape letters: M scored tokens, V vocabulary.
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from tests.parity.families import VOCAB_SIZE, build_model
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from ratoon.layout import PackedLayout, pack_documents, pack_groups, pack_sequences
 from ratoon.models import attach, forward_logprobs, stock_attention
@@ -57,6 +60,22 @@ def test_tokens_outside_the_vocabulary(bad: list[int]):
     model = attach(build_model("llama"))
     with pytest.raises(ValueError, match=f"token id {VOCAB_SIZE} is outside the model's vocabulary of {VOCAB_SIZE}"):
         forward_logprobs(model, pack_documents([bad]))
+
+
+@pytest.mark.parametrize("layout", [None, [[3, 4]], np.arange(3)])
+def test_what_is_no_layout(layout: object):
+    with pytest.raises(ValueError, match=r"layout must be a PackedLayout, got .*pack_groups"):
+        forward_logprobs(attach(build_model("llama")), layout)  # pyright: ignore[reportArgumentType]
+
+
+def test_sequences_past_the_learned_positions():
+    sizes: dict[str, Any] = {"vocab_size": 11, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 16}
+    model = attach(GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0)))
+    assert forward_logprobs(model, pack_documents([[1] * 16]))[0].isfinite().all()
+    with pytest.raises(
+        ValueError, match=r"17 tokens is longer than the 16 positions that GPT2Model has learned \(wpe\)"
+    ):
+        forward_logprobs(model, pack_documents([[1] * 17]))
 
 
 def test_windows_are_of_positions_not_of_rows():

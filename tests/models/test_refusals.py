@@ -81,6 +81,12 @@ MODELS: list[tuple[Callable[[], PreTrainedModel], str]] = [
         ),
         "BertLMHeadModel .* dropout .* is on",
     ),
+    (
+        lambda: transformers.OPTForCausalLM(
+            transformers.OPTConfig(**TINY, ffn_dim=16, word_embed_proj_dim=16, dropout=0.0)
+        ),
+        "OPTForCausalLM cannot be trained on shared prompts: attention_mask of shape",
+    ),
 ]
 
 

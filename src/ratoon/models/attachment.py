@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ratoon.models.interface import IMPLEMENTATION, Attachment, check_inputs, is_attached, register_attention
+from ratoon.models.interface import IMPLEMENTATION, Attachment, check_inputs, is_attached
 from ratoon.models.refusals import refuse_config, refuse_model
 from ratoon.models.rope import has_fixed_rope
 from ratoon.models.self_check import check_against_stock
@@ -27,7 +27,6 @@ def attach(model: PreTrainedModel, impl: str = "auto") -> PreTrainedModel:
         raise UserError(f"this {type(model).__name__} has no weights yet (meta device); attach it once they are loaded")
     refuse_config(model.config, rope_is_fixed=has_fixed_rope(model))
     refuse_model(model)
-    register_attention()
     before = vars(model).get("_ratoon_attachment")
     previous_implementation = model.config._attn_implementation
     assert previous_implementation is not None, "transformers gives every model an attention implementation"

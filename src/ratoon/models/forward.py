@@ -22,6 +22,11 @@ def forward_logprobs(model: PreTrainedModel, layout: PackedLayout, temperature: 
     in the model's vocabulary.
     """
     attachment = attachment_of(model)
+    if not isinstance(layout, PackedLayout):
+        raise ValueError(
+            f"layout must be a PackedLayout, got {type(layout).__name__}; "
+            "make one with ratoon.layout.pack_groups, pack_sequences or pack_documents"
+        )
     head = head_of(model)
     _check_vocabulary(layout, head.weight.shape[0])
     if layout.num_scored == 0:

@@ -113,12 +113,6 @@ def stock_attention(model: PreTrainedModel, implementation: str) -> Iterator[Pre
         model.set_attn_implementation(previous)
 
 
-def register_attention() -> None:
-    """Idempotent: transformers' tables are global to the process."""
-    AttentionInterface.register(IMPLEMENTATION, attend_forest)
-    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
-
-
 def check_inputs(
     body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -150,6 +144,7 @@ def check_inputs(
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError("an attached model keeps no cache; use stock_attention to generate")
     _check_tokens(args[0] if args else kwargs.get("input_ids"), forest)
+    _check_length(body, forest)
     kwargs["position_ids"] = _checked_positions(kwargs.get("position_ids"), forest)
     kwargs["use_cache"] = False
     return args, kwargs
@@ -161,6 +156,18 @@ def _check_tokens(input_ids: Tensor | None, forest: Forest) -> None:
             f"input_ids must be the forest's, [1, {forest.layout.num_rows}], got {list(input_ids.shape)}; "
             f"{_HOW_TO_CALL}"
         )
+
+
+def _check_length(body: nn.Module, forest: Forest) -> None:
+    """Learned positions end; on a GPU a longer sequence would end the process."""
+    longest = int(forest.layout.positions_T.max(initial=-1)) + 1
+    for name, module in body.named_children():
+        holds_positions = name == "wpe" or "position" in name
+        if holds_positions and isinstance(module, nn.Embedding) and longest > module.num_embeddings:
+            raise ValueError(
+                f"a sequence of {longest:,} tokens is longer than the {module.num_embeddings:,} positions that "
+                f"{type(body).__name__} has learned ({name}); shorten prompts or responses, or use another model"
+            )
 
 
 def _checked_positions(position_ids: Tensor | None, forest: Forest) -> Tensor:
@@ -258,3 +265,8 @@ def _describe_call(
         features=frozenset(feature for feature, is_asked in asked.items() if is_asked),
     )
     return AttentionCall(module_class=type(module), window=window, request=request)
+
+
+# Here, so that an attached model finds them wherever it is unpickled: its hook brings this module.
+AttentionInterface.register(IMPLEMENTATION, attend_forest)
+AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)

@@ -45,6 +45,7 @@ def check_against_stock(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
     tolerance = TOLERANCES[model.dtype] * half_range
     error = float((logprobs_M - expected_M).abs().max())
     if not error <= tolerance:
+        _refuse_spoilt_weights(model)
         raise UserError(
             f"{name} failed the check at attach time: on a small forest its log-probs differ from one forward pass "
             f"per sequence by {error:.2e} nats, allowed {tolerance:.2e} in {model.dtype}; its attention or head does "
@@ -60,6 +61,15 @@ def check_against_stock(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
             f"{leak:.2e} nats, allowed {allowed:.2e}; its rows read rows they must not"
         )
     return tuple(calls)
+
+
+def _refuse_spoilt_weights(model: PreTrainedModel) -> None:
+    spoilt = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+    if spoilt:
+        raise UserError(
+            f"{type(model).__name__} has weights that are NaN or infinite, in {len(spoilt)} of its tensors, first "
+            f"{spoilt[0]}; take weights from before they were spoilt"
+        )
 
 
 def _groups(vocab_size: int, last_seed: int) -> list[RolloutGroup]:
@@ -87,6 +97,8 @@ def _score(
         raise UserError(
             f"{type(model).__name__} does not pass the forest on to its attention ({error}); it cannot share prompts"
         ) from error
+    except ValueError as error:
+        raise UserError(f"{type(model).__name__} cannot be trained on shared prompts: {error}") from error
 
 
 def _score_each(model: PreTrainedModel, groups: list[RolloutGroup]) -> tuple[Tensor, float]:
