@@ -254,3 +254,17 @@ def test_a_kind_of_warning_is_shown_once_whatever_its_figures():
     view.warn("8 of 8 responses were cut", kind="cut responses")
     view.warn("something else")
     assert lines == ["warning: 7 of 8 responses were cut", "warning: something else"]
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_an_output_that_is_closed_midway_is_said_in_the_log(live: bool):
+    screen = Screen(live=live)
+    with screen.view as view:
+        view.say("before")
+        screen.file.close()
+        view.say("after")
+        view.step(report(1))
+        view.finish(summary())
+    assert screen.logged[:2] == ["before", "after"]
+    assert sum("cannot be written any more" in line for line in screen.logged) == 1
+    assert any(line.startswith("Run quick ") for line in screen.logged)
