@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from tests.parity.families import VOCAB_SIZE, build_model
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ratoon.layout import PackedLayout, pack_documents, pack_groups, pack_sequences
 from ratoon.models import attach, forward_logprobs, stock_attention
@@ -88,3 +89,16 @@ def test_windows_are_of_positions_not_of_rows():
         together, _ = forward_logprobs(model, pack_groups([RolloutGroup(prompt, responses)]))
         alone, _ = forward_logprobs(model, pack_groups([last]))
     torch.testing.assert_close(together[-2:], alone, rtol=0, atol=1e-5)
+
+
+def test_another_function_under_our_name_is_noticed():
+    model = attach(build_model("llama"))
+    layout = pack_documents([[1, 2, 3]])
+    ours = ALL_ATTENTION_FUNCTIONS["ratoon"]
+    AttentionInterface.register("ratoon", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    try:
+        with pytest.raises(ValueError, match="registered with transformers under our name 'ratoon'"):
+            forward_logprobs(model, layout)
+    finally:
+        AttentionInterface.register("ratoon", ours)
+    forward_logprobs(model, layout)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from tests.trainer.tiny_policy import tiny_model, tiny_tokenizer
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import PreTrainedModel as Model
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ratoon.models import attach
 from ratoon.trainer.checkpoint import checkpoint_step, save_checkpoint
 from ratoon.trainer.export import export_checkpoint
 from ratoon.trainer.model_folder import model_file_bytes, save_model
@@ -68,9 +68,7 @@ def test_transformers_loads_checkpoint_and_export(tmp_path: Path, tied: bool, dt
 
 
 def test_the_attention_in_use_is_not_recorded(tmp_path: Path):
-    AttentionInterface.register("ratoon", sdpa_attention_forward)
-    model = tiny_model()
-    model.set_attn_implementation("ratoon")
+    model = attach(tiny_model())
     save(tmp_path, 1, model)
     exported = export_to(tmp_path, tmp_path / "out")
     for path in exported.glob("*.json"):

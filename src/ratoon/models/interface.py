@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ratoon.attention import AttentionRequest, forest_attention, resolve_impl
 from ratoon.attention.impls import Feature
@@ -133,6 +134,11 @@ def check_inputs(
         raise ValueError(
             f"a forest was passed while the model runs transformers' {config._attn_implementation!r} attention, "
             "which would let responses read one another; leave stock_attention first"
+        )
+    if ALL_ATTENTION_FUNCTIONS.get(IMPLEMENTATION) is not attend_forest:
+        raise ValueError(
+            f"another attention function was registered with transformers under our name {IMPLEMENTATION!r}, which would "
+            "let responses read one another; register it under a name of its own"
         )
     if len(args) > 1:
         raise ValueError("pass everything but input_ids by keyword to an attached model")
