@@ -137,8 +137,8 @@ def check_inputs(
         )
     if ALL_ATTENTION_FUNCTIONS.get(IMPLEMENTATION) is not attend_forest:
         raise ValueError(
-            f"another attention function was registered with transformers under our name {IMPLEMENTATION!r}, which would "
-            "let responses read one another; register it under a name of its own"
+            f"another attention function was registered with transformers under our name {IMPLEMENTATION!r}, which "
+            "would let responses read one another; register it under a name of its own"
         )
     if len(args) > 1:
         raise ValueError("pass everything but input_ids by keyword to an attached model")
