@@ -1,5 +1,6 @@
 """The command line itself: help, overrides, export, doctor."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -83,11 +84,11 @@ def test_help_and_a_wrong_recipe_take_less_than_two_seconds(tmp_path: Path):
 def test_overrides_stand_anywhere(order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     calls: list[tuple[Path, list[str], bool]] = []
 
-    def remember(recipe: Path, overrides: list[str], *, fresh: bool) -> int:
-        calls.append((recipe, sorted(overrides), fresh))
+    def remember(known: argparse.Namespace, overrides: list[str]) -> int:
+        calls.append((known.recipe, sorted(overrides), known.fresh))
         return 0
 
-    monkeypatch.setattr("ratoon.cli.train.train", remember)
+    monkeypatch.setattr("ratoon.cli.train._run", remember)
     recipe = tmp_path / "r.toml"
     assert main(["train", *(str(recipe) if word == "RECIPE" else word for word in order)]) == 0
     ((path, overrides, fresh),) = calls
@@ -124,7 +125,7 @@ def test_interrupt_before_the_run_begins_is_no_traceback(
     def interrupt(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ratoon.cli.train.train", interrupt)
+    monkeypatch.setattr("ratoon.cli.train._run", interrupt)
     assert main(["train", "r.toml"]) == 130
     assert "goes on from the last checkpoint" in capsys.readouterr().err
 

@@ -112,7 +112,7 @@ def test_old_logprobs_are_not_computed_where_they_are_the_policys_own(monkeypatc
     monkeypatch.setattr(
         trainer_module,
         "forward_logprobs",
-        lambda *given: (passes.append(torch.is_grad_enabled()), forward_logprobs(*given))[1],
+        lambda *given, **named: (passes.append(torch.is_grad_enabled()), forward_logprobs(*given, **named))[1],
     )
     make_trainer().step(plan(ragged_groups()), learning_rate=1e-3)
     assert passes == [True]

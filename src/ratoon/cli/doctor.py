@@ -1,82 +1,29 @@
-"""What is installed here, what that lets Ratoon do, and which attention a model would get."""
+"""`ratoon doctor`."""
 
-import os
-import platform
-import shutil
-import sys
-from importlib.metadata import PackageNotFoundError, version
+import argparse
+from collections.abc import Sequence
 
-import torch
+from ratoon.cli.command import Commands, add_command
 
-import ratoon
-from ratoon.attention.impls import AttentionRequest, Feature, available_impls, resolve_impl
-
-_PACKAGES = {
-    "torch": "",
-    "transformers": "",
-    "numpy": "",
-    "pyarrow": "rollout tables",
-    "safetensors": "weights",
-    "reasoning-gym": "verifiable tasks (extra: reasoning)",
-    "gguf": "GGUF model folders (extra: gguf)",
-    "triton": "fused GPU kernels",
-}
+_EXAMPLE = """\
+example:
+  ratoon doctor
+"""
 
 
-_LAYER_KINDS: dict[str, frozenset[Feature]] = {
-    "global": frozenset(),
-    "sliding-window": frozenset({"sliding window"}),
-}
+def register(commands: "Commands[argparse.ArgumentParser]") -> None:
+    """Adds the command."""
+    add_command(
+        commands,
+        "doctor",
+        "say what is installed and which attention would be used, and why",
+        example=_EXAMPLE,
+        run=_run,
+    )
 
 
-def report() -> str:
-    """The report as lines of text. Reads the machine; changes nothing and loads no model."""
-    return "\n".join([*_machine(), "", *_packages(), "", *_attention()])
+def _run(_: argparse.Namespace, __: Sequence[str]) -> int:
+    from ratoon.cli.installation import report
 
-
-def _machine() -> list[str]:
-    lines = [
-        f"ratoon {ratoon.__version__}, Python {platform.python_version()} ({sys.executable})",
-        f"CPU: {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
-    ]
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            memory_gib = properties.total_memory / 2**30
-            capability = f"{properties.major}.{properties.minor}"
-            lines.append(f"GPU {index}: {properties.name}, {memory_gib:.0f} GiB, compute capability {capability}")
-    else:
-        lines.append("GPU: none that torch can use; training and rollout run on the CPU")
-    free_gib = shutil.disk_usage(".").free / 2**30
-    lines.append(f"Disk: {free_gib:.0f} GiB free in the current folder, where runs/ is written")
-    return lines
-
-
-def _packages() -> list[str]:
-    lines = ["Packages:"]
-    for name, purpose in _PACKAGES.items():
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            found = "not installed"
-        lines.append(f"  {name:<14} {found:<16} {purpose}".rstrip())
-    return lines
-
-
-def _attention() -> list[str]:
-    lines = ["Attention implementations:"]
-    for status in available_impls():
-        name = f"{status.impl} ({status.provider})" if status.provider else status.impl
-        lines.append(f"  {'yes' if status.is_available else 'no ':<4}{name:<22} {status.reason}")
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    lines.append(f'attention = "auto" on {device_type} would take:')
-    dtypes = (torch.bfloat16, torch.float32) if device_type == "cuda" else (torch.float32,)
-    for dtype in dtypes:
-        for kind, features in _LAYER_KINDS.items():
-            request = AttentionRequest(
-                device_type=device_type, dtype=dtype, head_dim=128, v_head_dim=128, features=features
-            )
-            choice = resolve_impl(request)
-            dtype_name = str(dtype).removeprefix("torch.")
-            lines.append(f"  {kind} layers, {dtype_name}: {choice.impl} ({choice.provider}): {choice.reason}")
-    return lines
+    print(report())
+    return 0

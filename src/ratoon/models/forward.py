@@ -10,12 +10,16 @@ from ratoon.layout import PackedLayout
 from ratoon.models.forest import Forest
 from ratoon.models.interface import attachment_of, head_of
 from ratoon.ops import linear_logprob
+from ratoon.types.rollouts import SampledSupport
 
 
-def forward_logprobs(model: PreTrainedModel, layout: PackedLayout, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def forward_logprobs(
+    model: PreTrainedModel, layout: PackedLayout, temperature: float = 1.0, *, support: SampledSupport | None = None
+) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy (nats) of each scored token: [M], [M], differentiable.
 
     temperature: divides the logits, after the model's own logit scale and cap, as in sampling.
+    support: of M tokens; log-prob and entropy are then those of the distribution over each token's kept tokens.
 
     The decoder's body runs once over the layout's rows; the head only where a token is scored. A layout without
     scored tokens gives empty results and does not run the model. Raises ValueError where a token id is not
@@ -33,6 +37,7 @@ def forward_logprobs(model: PreTrainedModel, layout: PackedLayout, temperature: 
         dtype = torch.promote_types(head.weight.dtype, torch.float32)
         empty_M = torch.zeros(0, dtype=dtype, device=head.weight.device)
         return empty_M, empty_M.clone()
+    assert support is None, "log-probs over kept tokens are not computed yet"
     return score_forest(model, Forest.build(layout, device=model.device, impl=attachment.impl), temperature)
 
 

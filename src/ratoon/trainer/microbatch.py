@@ -14,7 +14,7 @@ from ratoon.algorithms.aggregation import sequence_mean_weights, token_mean_weig
 from ratoon.layout.packed_layout import PackedLayout
 from ratoon.layout.packing import pack_groups
 from ratoon.planner.plan import PartAssignment, StepPlan
-from ratoon.types.rollouts import RolloutGroup
+from ratoon.types.rollouts import RolloutGroup, SampledSupport
 
 LossMean = Literal["sequence", "token"]
 
@@ -42,6 +42,9 @@ class Microbatch:
     rollout_logprobs_M: Tensor | None = None
     """[M] float32 on the CPU. None where the engine gave none."""
 
+    support: SampledSupport | None = None
+    """Of M tokens. None: every token was drawn among the whole vocabulary."""
+
     old_logprobs_M: Tensor | None = None
     """[M] on the model's device. None: the policy itself is the old one (a first and only update)."""
 
@@ -64,6 +67,10 @@ def build_microbatch(update: Update, parts: Sequence[PartAssignment], *, loss_me
         known = [response.rollout_logprobs for response in responses if response.rollout_logprobs is not None]
         rollout_logprobs_M = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *known]))
 
+    supports = [response.support for response in responses if response.num_tokens]
+    kept = [support for support in supports if support is not None]
+    assert len(kept) in (0, len(supports)), "responses of one step were drawn from distributions of two kinds"
+
     loss_mask_M = torch.ones(layout.num_scored, dtype=torch.bool)
     if loss_mean == "token":
         weights_M = token_mean_weights(loss_mask_M, num_loss_tokens=update.plan.num_loss_tokens, dtype=torch.float64)
@@ -77,4 +84,5 @@ def build_microbatch(update: Update, parts: Sequence[PartAssignment], *, loss_me
         loss_weights_M=weights_M,
         advantages_M=advantages_M,
         rollout_logprobs_M=rollout_logprobs_M,
+        support=SampledSupport.concatenate(kept) if kept else None,
     )

@@ -105,7 +105,7 @@ class Trainer:
 
     @torch.no_grad()
     def _with_old_logprobs(self, batch: Microbatch) -> Microbatch:
-        old_logprobs_M, _ = forward_logprobs(self.model, batch.layout, self.temperature)
+        old_logprobs_M, _ = forward_logprobs(self.model, batch.layout, self.temperature, support=batch.support)
         return replace(batch, old_logprobs_M=old_logprobs_M)
 
     def _backward(self, batch: Microbatch, totals: StepTotals) -> None:
@@ -113,7 +113,7 @@ class Trainer:
         if batch.layout.num_scored == 0:
             return
         assert batch.advantages_M is not None, "groups need advantages before a policy update"
-        logprobs_M, entropy_M = forward_logprobs(self.model, batch.layout, self.temperature)
+        logprobs_M, entropy_M = forward_logprobs(self.model, batch.layout, self.temperature, support=batch.support)
         old_logprobs_M = logprobs_M.detach() if batch.old_logprobs_M is None else batch.old_logprobs_M
         weights_M = _like(batch.loss_weights_M, logprobs_M)
         policy_loss = clipped_policy_loss(

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from ratoon.types.errors import UserError
     from ratoon.types.model_shape import ModelShape
     from ratoon.types.protocols import RewardFn, WeightReceiver
-    from ratoon.types.rollouts import FinishReason, Prompt, Response, RolloutGroup
+    from ratoon.types.rollouts import FinishReason, Prompt, Response, RolloutGroup, SampledSupport
     from ratoon.types.sampling import SamplingParams
 
 _HOMES = {
@@ -17,6 +17,7 @@ _HOMES = {
     "Response": "rollouts",
     "RewardFn": "protocols",
     "RolloutGroup": "rollouts",
+    "SampledSupport": "rollouts",
     "SamplingParams": "sampling",
     "UserError": "errors",
     "WeightReceiver": "protocols",
@@ -29,6 +30,7 @@ __all__ = [
     "Response",
     "RewardFn",
     "RolloutGroup",
+    "SampledSupport",
     "SamplingParams",
     "UserError",
     "WeightReceiver",

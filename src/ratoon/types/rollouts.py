@@ -93,6 +93,43 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SampledSupport:
+    """The tokens that each response token was drawn among, where top-p, top-k or min-p left the others out.
+
+    Token i of R was drawn among `token_ids[offsets[i]:offsets[i + 1]]`, itself one of them. Its log-prob is the
+    log-softmax over these alone, in rollout and in training alike.
+    """
+
+    offsets: NDArray[np.int64]
+    """[R + 1] int64, not decreasing, from 0."""
+
+    token_ids: NDArray[np.int32]
+    """[offsets[-1]] int32, each token's in ascending order."""
+
+    def __post_init__(self) -> None:
+        offsets, token_ids = np.array(self.offsets, np.int64), np.array(self.token_ids, np.int32)
+        if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or (np.diff(offsets) < 1).any():
+            raise ValueError("support offsets must rise from 0, at least one kept token for each response token")
+        if token_ids.shape != (int(offsets[-1]),):
+            raise ValueError(f"support must hold {int(offsets[-1])} kept token ids, got shape {token_ids.shape}")
+        for name, array in (("offsets", offsets), ("token_ids", token_ids)):
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+
+    @property
+    def num_tokens(self) -> int:
+        """R."""
+        return self.offsets.size - 1
+
+    @classmethod
+    def concatenate(cls, supports: "Sequence[SampledSupport]") -> "SampledSupport":
+        """One support for the tokens of all, in order."""
+        counts = np.concatenate([np.zeros(1, np.int64), *(np.diff(support.offsets) for support in supports)])
+        token_ids = np.concatenate([np.empty(0, np.int32), *(support.token_ids for support in supports)])
+        return cls(np.cumsum(counts), token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Response:
     """One sampled continuation of a prompt."""
 
@@ -109,6 +146,9 @@ class Response:
 
     policy_versions: NDArray[np.int64] | None = None
     """[R] int64. Version of the weights that drew each token."""
+
+    support: SampledSupport | None = None
+    """Of R tokens, where sampling left some out; None: each was drawn among the whole vocabulary."""
 
     routed_experts: NDArray[np.int16] | None = None
     """[P + R, L, K] int16. Experts chosen in rollout; -1 where unknown."""
@@ -132,6 +172,8 @@ class Response:
             versions = versions.astype(np.int64)
             _check_one_per_token(versions, tokens.size, "policy_versions")
             object.__setattr__(self, "policy_versions", versions)
+        if self.support is not None and self.support.num_tokens != tokens.size:
+            raise ValueError(f"support is of {self.support.num_tokens} tokens, the response has {tokens.size}")
         if self.routed_experts is not None:
             experts = np.array(self.routed_experts, np.int16)
             if experts.ndim != 3 or experts.shape[0] < tokens.size:
@@ -165,6 +207,9 @@ class RolloutGroup:
 
     advantages_N: NDArray[np.float64] | None = None
     """[N] float64, once compared."""
+
+    reward_components: Mapping[str, NDArray[np.float64]] = field(default_factory=dict[str, NDArray[np.float64]])
+    """By name, [N] float64 before weighting: what `rewards_N` was added up from."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "responses", tuple(self.responses))
@@ -215,4 +260,5 @@ class RolloutGroup:
             responses=tuple(self.responses[index] for index in chosen),
             rewards_N=None if self.rewards_N is None else self.rewards_N[chosen],
             advantages_N=None if self.advantages_N is None else self.advantages_N[chosen],
+            reward_components={name: values_N[chosen] for name, values_N in self.reward_components.items()},
         )
