@@ -199,10 +199,10 @@ def test_outputs_of_a_microbatch_are_gone_before_the_next(num_updates: int, monk
     watched: list[weakref.ref[Tensor]] = []
     num_alive: list[int] = []
 
-    def watch(*given: Any) -> tuple[Tensor, Tensor]:
+    def watch(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled():
             num_alive.append(sum(reference() is not None for reference in watched))
-        outputs = forward_logprobs(*given)
+        outputs = forward_logprobs(*given, **named)
         if torch.is_grad_enabled():
             watched.extend(weakref.ref(output) for output in outputs)
         return outputs
