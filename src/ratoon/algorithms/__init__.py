@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ratoon.algorithms.aggregation import sequence_mean_weights, token_mean_weights
     from ratoon.algorithms.config import AlgorithmConfig
     from ratoon.algorithms.losses import PolicyLoss, clipped_policy_loss, entropy_bonus, supervised_loss
+    from ratoon.algorithms.shaping import soft_overlong_penalty
 
 _HOMES = {
     "AlgorithmConfig": "config",
@@ -21,6 +22,7 @@ _HOMES = {
     "entropy_bonus": "losses",
     "grpo_advantages": "advantages",
     "sequence_mean_weights": "aggregation",
+    "soft_overlong_penalty": "shaping",
     "supervised_loss": "losses",
     "token_mean_weights": "aggregation",
 }
@@ -32,6 +34,7 @@ __all__ = [
     "entropy_bonus",
     "grpo_advantages",
     "sequence_mean_weights",
+    "soft_overlong_penalty",
     "supervised_loss",
     "token_mean_weights",
 ]
