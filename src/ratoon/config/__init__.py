@@ -4,18 +4,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ratoon.config.evaluation import EvaluationConfig
     from ratoon.config.loading import load_recipe, parse_overrides
-    from ratoon.config.recipe import EvaluationConfig, Recipe, RunConfig
+    from ratoon.config.recipe import Recipe, RunConfig
+    from ratoon.config.stop import StopConfig
 
 _HOMES = {
-    "EvaluationConfig": "recipe",
+    "EvaluationConfig": "evaluation",
     "Recipe": "recipe",
     "RunConfig": "recipe",
+    "StopConfig": "stop",
     "load_recipe": "loading",
     "parse_overrides": "loading",
 }
 
-__all__ = ["EvaluationConfig", "Recipe", "RunConfig", "load_recipe", "parse_overrides"]
+__all__ = ["EvaluationConfig", "Recipe", "RunConfig", "StopConfig", "load_recipe", "parse_overrides"]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,8 @@ import re
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ratoon.algorithms.config import AlgorithmConfig
+from ratoon.config.evaluation import EvaluationConfig
+from ratoon.config.stop import MIN_CYCLE_TOKENS, StopConfig
 from ratoon.data.config import DataConfig
 from ratoon.models.config import ModelConfig
 from ratoon.planner.config import PlannerConfig
@@ -35,28 +37,6 @@ class RunConfig(BaseModel):
         return name
 
 
-class EvaluationConfig(BaseModel):
-    """How the held-out prompts (`data.num_heldout`) are answered and scored."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    every_steps: int | None = Field(default=None, ge=1)
-    """Evaluate after every so many steps; before the first and after the last it is always done."""
-
-    temperature: float = Field(default=1.0, ge=0, le=1e6)
-    """Sampling temperature of the answers; 0 is greedy, and the least above it 1e-6."""
-
-    group_size: int = Field(default=1, ge=1)
-    """Answers drawn for each held-out prompt."""
-
-    @field_validator("temperature")
-    @classmethod
-    def _divides_logits(cls, temperature: float) -> float:
-        if 0 < temperature < 1e-6:
-            raise ValueError("must be 0 (greedy) or at least 1e-6")
-        return temperature
-
-
 class Recipe(BaseModel):
     """Everything a run may be told."""
 
@@ -73,6 +53,7 @@ class Recipe(BaseModel):
     planner: PlannerConfig = PlannerConfig()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    stop: StopConfig = StopConfig()
 
     @model_validator(mode="after")
     def _stages_fit(self) -> "Recipe":
@@ -85,5 +66,23 @@ class Recipe(BaseModel):
             raise ValueError(
                 f"algorithm.num_minibatches is {self.algorithm.num_minibatches}, more than "
                 f"rollout.prompts_per_step = {self.rollout.prompts_per_step}: some updates would have no group"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_and_stop_rules_can_act(self) -> "Recipe":
+        if self.evaluation.keep_best and self.data.num_heldout == 0:
+            raise ValueError(
+                "evaluation.keep_best goes by the held-out reward, but data.num_heldout is 0; hold prompts out"
+            )
+        if self.stop.max_kl_old is not None and self.algorithm.num_minibatches == 1:
+            raise ValueError(
+                "stop.max_kl_old cannot act on one update a step, before which the policy has not moved; "
+                "remove it, or set algorithm.num_minibatches to 2 or more"
+            )
+        if self.stop.max_repetitive_fraction is not None and self.rollout.max_response_tokens < MIN_CYCLE_TOKENS:
+            raise ValueError(
+                f"stop.max_repetitive_fraction cannot act on responses of up to {self.rollout.max_response_tokens} "
+                f"tokens (rollout.max_response_tokens): a repetition counts from {MIN_CYCLE_TOKENS} tokens on; remove it"
             )
         return self
