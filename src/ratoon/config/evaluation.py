@@ -57,7 +57,7 @@ class EvaluationConfig(BaseModel):
             )
         if self.keep_best and self.every_steps is None:
             raise ValueError(
-                "evaluation.keep_best compares evaluations during the run, but evaluation.every_steps is not set; set it"
+                "evaluation.keep_best compares evaluations during the run, but evaluation.every_steps is not set"
             )
         return self
 

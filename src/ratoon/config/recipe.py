@@ -8,6 +8,7 @@ from ratoon.algorithms.config import AlgorithmConfig
 from ratoon.config.evaluation import EvaluationConfig
 from ratoon.config.stop import MIN_CYCLE_TOKENS, StopConfig
 from ratoon.data.config import DataConfig
+from ratoon.metrics.config import LoggingConfig
 from ratoon.models.config import ModelConfig
 from ratoon.planner.config import PlannerConfig
 from ratoon.rewards.config import RewardConfig
@@ -53,6 +54,7 @@ class Recipe(BaseModel):
     planner: PlannerConfig = PlannerConfig()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    logging: LoggingConfig = LoggingConfig()
     stop: StopConfig = StopConfig()
 
     @model_validator(mode="after")
@@ -82,7 +84,7 @@ class Recipe(BaseModel):
             )
         if self.stop.max_repetitive_fraction is not None and self.rollout.max_response_tokens < MIN_CYCLE_TOKENS:
             raise ValueError(
-                f"stop.max_repetitive_fraction cannot act on responses of up to {self.rollout.max_response_tokens} "
-                f"tokens (rollout.max_response_tokens): a repetition counts from {MIN_CYCLE_TOKENS} tokens on; remove it"
+                f"stop.max_repetitive_fraction cannot act where rollout.max_response_tokens is "
+                f"{self.rollout.max_response_tokens}: a repetition counts from {MIN_CYCLE_TOKENS} tokens on; remove it"
             )
         return self

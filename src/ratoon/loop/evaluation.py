@@ -1,50 +1,207 @@
-"""Mean reward on prompts that are never trained on."""
+"""What the policy is worth on prompts that are never trained on."""
 
+# Shape letters: Q prompts.
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ratoon.config.recipe import Recipe
-from ratoon.loop.inputs import Inputs
+from ratoon.config.evaluation import EvaluationConfig
+from ratoon.loop.repeats import tell_apart
 from ratoon.loop.stages import generate_groups
-from ratoon.rewards import score
+from ratoon.metrics.rows import MetricValue
 from ratoon.rollout import RolloutEngine
+from ratoon.types.rollouts import Prompt, RolloutGroup
 from ratoon.types.sampling import SamplingParams
+
+ScoreFn = Callable[[Sequence[RolloutGroup]], Awaitable[Sequence[RolloutGroup]]]
+"""Groups to the same groups with rewards. Responses whose reward failed may be missing, and whole groups too."""
+
+_ROUNDING = 1e-9
+"""Added to a reward before it is held against the threshold: 0.1 + 0.2 + 0.7 passes 1."""
+
+_Z = 1.959964
+"""Of a two-sided 95 % interval of the normal distribution."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassRate:
+    """The share of prompts of which at least one of k answers passes, estimated."""
+
+    k: int
+    mean: float
+    low: float
+    high: float
+    """Ends of the 95 % confidence interval (`pass_interval`)."""
+
+    num_prompts: int
+    """Prompts with at least k scored answers; the others tell nothing about k."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The held-out prompts' rewards."""
+    """The rewards of a set of prompts. Means of rewards are over prompts, of lengths over responses."""
 
     reward_mean: float
+    """NaN where no response was scored."""
+
     reward_standard_error: float
-    """Of the mean over prompts."""
+    """Of the mean, clustered by prompt: answers to one prompt are no independent draws. NaN for
+    less than two prompts."""
+
+    num_prompts: int
+    """With at least one scored response: the denominator of `reward_mean`."""
 
     num_responses: int
+    """Scored ones."""
+
+    num_lost_responses: int
+    """Asked for, and not scored: the engine gave none, or the reward failed and was dropped."""
+
+    truncated_fraction: float
+    """Share of the responses generated that the token budget ended."""
+
     response_tokens_mean: float
+    """Over the responses generated, truncated ones included."""
+
+    pass_rates: tuple[PassRate, ...]
+    """For k = 1, 2, 4, ... and the group size; without those k that no prompt has answers for."""
+
+    @property
+    def reward_interval(self) -> tuple[float, float]:
+        """95 % confidence interval of the mean, normal: 1.96 standard errors to either side."""
+        half = _Z * self.reward_standard_error
+        return self.reward_mean - half, self.reward_mean + half
+
+    def metrics(self) -> dict[str, MetricValue]:
+        """One flat row for metrics.jsonl: pass rates as `pass_at_K`, `pass_at_K_low` and `pass_at_K_high`."""
+        row: dict[str, MetricValue] = {
+            "reward_mean": self.reward_mean,
+            "reward_standard_error": self.reward_standard_error,
+            "num_prompts": self.num_prompts,
+            "num_responses": self.num_responses,
+            "num_lost_responses": self.num_lost_responses,
+            "truncated_fraction": self.truncated_fraction,
+            "response_tokens_mean": self.response_tokens_mean,
+        }
+        for rate in self.pass_rates:
+            name = f"pass_at_{rate.k}"
+            row |= {name: rate.mean, f"{name}_low": rate.low, f"{name}_high": rate.high}
+        return row
 
 
-async def evaluate(engine: RolloutEngine, inputs: Inputs, recipe: Recipe) -> Evaluation | None:
-    """Answers and scores every held-out prompt; None where the recipe holds none out.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """One evaluation's responses."""
 
-    Every evaluation of a run draws with the same chance, so that two of them differ by the policy alone.
+    num_responses_asked: int
+    generated: tuple[RolloutGroup, ...]
+    """As the engine gave them, one group for each prompt."""
+
+    scored: tuple[RolloutGroup, ...]
+    """Those that have a reward."""
+
+
+async def answer(
+    engine: RolloutEngine, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, score: ScoreFn
+) -> Answers:
+    """Answers and scores every prompt.
+
+    The draws depend on `sampling.seed` and the prompts' ids alone, so that two evaluations differ by the policy alone.
     """
-    heldout = inputs.prompts.heldout
-    if not heldout:
+    generated = await generate_groups(engine, tell_apart(prompts), group_size=group_size, sampling=sampling, step=0)
+    scored = await score([group for group in generated if group.group_size])
+    return Answers(
+        num_responses_asked=len(prompts) * group_size,
+        generated=tuple(generated),
+        scored=tuple(group for group in scored if group.group_size),
+    )
+
+
+async def evaluate(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    *,
+    config: EvaluationConfig,
+    training: SamplingParams,
+    score: ScoreFn,
+) -> Evaluation | None:
+    """Answers, scores and measures `prompts`; None where there are none.
+
+    training: how the run itself samples, for what `config` leaves open; its seed fixes the draws.
+    """
+    if not prompts:
         return None
-    sampling = SamplingParams(
-        temperature=recipe.evaluation.temperature,
-        max_response_tokens=recipe.rollout.max_response_tokens,
-        stop=recipe.rollout.stop,
-        seed=recipe.run.seed,
+    answers = await answer(
+        engine, prompts, group_size=config.group_size, sampling=config.sampling_params(training), score=score
     )
-    groups = await generate_groups(engine, heldout, group_size=recipe.evaluation.group_size, sampling=sampling, step=0)
-    groups = [score(group, inputs.reward_fn) for group in groups]
-    means = np.asarray([group.rewards_N.mean() for group in groups if group.rewards_N is not None])
-    lengths = [length for group in groups for length in group.response_lengths]
+    return measure(answers, group_size=config.group_size, pass_threshold=config.pass_threshold)
+
+
+def measure(answers: Answers, *, group_size: int, pass_threshold: float) -> Evaluation:
+    """The figures of one evaluation, whatever of it was lost."""
+    responses = [response for group in answers.generated for response in group.responses]
+    rewards = [group.rewards_N for group in answers.scored if group.rewards_N is not None]
+    assert len(rewards) == len(answers.scored), "a scored group has rewards"
+    means_Q = np.asarray([rewards_N.mean() for rewards_N in rewards])
+    num_scored = sum(rewards_N.size for rewards_N in rewards)
+    num_passed = [(int((rewards_N >= pass_threshold - _ROUNDING).sum()), rewards_N.size) for rewards_N in rewards]
+    rates = (_pass_rate(num_passed, k) for k in _ks(group_size))
     return Evaluation(
-        reward_mean=float(means.mean()),
-        reward_standard_error=float(means.std(ddof=1) / np.sqrt(means.size)) if means.size > 1 else 0.0,
-        num_responses=len(lengths),
-        response_tokens_mean=float(np.mean(lengths)),
+        reward_mean=float(means_Q.mean()) if means_Q.size else math.nan,
+        reward_standard_error=float(means_Q.std(ddof=1) / math.sqrt(means_Q.size)) if means_Q.size > 1 else math.nan,
+        num_prompts=means_Q.size,
+        num_responses=num_scored,
+        num_lost_responses=answers.num_responses_asked - num_scored,
+        truncated_fraction=float(np.mean([response.is_truncated for response in responses])) if responses else 0.0,
+        response_tokens_mean=float(np.mean([response.num_tokens for response in responses])) if responses else 0.0,
+        pass_rates=tuple(rate for rate in rates if rate is not None),
     )
+
+
+def pass_at_k(num_passed: int, num_answers: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of k answers passes: 1 - C(n - c, k) / C(n, k).
+
+    n >= k answers were drawn, c of them passed. Chen et al., arXiv:2107.03374, section 2.1.
+    """
+    assert 0 <= num_passed <= num_answers, f"{num_passed} of {num_answers} answers passed"
+    assert 1 <= k <= num_answers, f"pass@{k} needs {k} answers, got {num_answers}"
+    return 1.0 - math.comb(num_answers - num_passed, k) / math.comb(num_answers, k)
+
+
+def pass_interval(rates_Q: Sequence[float], *, max_draws_per_prompt: float) -> tuple[float, float]:
+    """95 % confidence interval of the mean of per-prompt pass rates: Wilson's, clustered by prompt.
+
+    rates_Q: [Q] in [0, 1], Q >= 1. Wilson's interval for a proportion (JASA 1927), with the effective number of
+    independent draws that the spread over prompts leaves (Korn and Graubard, Survey Methodology 1998): as many as
+    give the standard error seen. They are at most `max_draws_per_prompt` a prompt, and Q where all prompts agree on 0
+    or 1. So 10 passes of 10 prompts are [0.72, 1], not [1, 1].
+    """
+    rates = np.asarray(rates_Q, np.float64)
+    Q, mean = rates.size, float(rates.mean())
+    variance = float(rates.var(ddof=1)) / Q if Q > 1 else 0.0
+    is_certain = mean in (0.0, 1.0)
+    draws = float(Q)
+    if not is_certain and Q > 1:
+        most = Q * max_draws_per_prompt
+        draws = min(mean * (1 - mean) / variance, most) if variance > 0 else most
+    scale = 1 + _Z**2 / draws
+    centre = (mean + _Z**2 / (2 * draws)) / scale
+    half = _Z / scale * math.sqrt(mean * (1 - mean) / draws + _Z**2 / (4 * draws**2))
+    return max(centre - half, 0.0), min(centre + half, 1.0)
+
+
+def _pass_rate(num_passed: Sequence[tuple[int, int]], k: int) -> PassRate | None:
+    rates_Q = [pass_at_k(passed, drawn, k) for passed, drawn in num_passed if drawn >= k]
+    if not rates_Q:
+        return None
+    most_draws = max(drawn for _, drawn in num_passed) / k
+    low, high = pass_interval(rates_Q, max_draws_per_prompt=most_draws)
+    return PassRate(k=k, mean=float(np.mean(rates_Q)), low=low, high=high, num_prompts=len(rates_Q))
+
+
+def _ks(group_size: int) -> list[int]:
+    """1, 2, 4, ... below the group size, and the group size."""
+    return [*(2**power for power in range((group_size - 1).bit_length())), group_size]

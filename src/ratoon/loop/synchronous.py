@@ -155,9 +155,15 @@ class SynchronousRun:
         if self.metrics.find("evaluate", self.num_steps_done) is not None:
             return None
         with self._phase("evaluate"):
-            found = await evaluate(self.engine, self.inputs, self.recipe)
+            found = await evaluate(
+                self.engine,
+                self.inputs.prompts.heldout,
+                config=self.recipe.evaluation,
+                training=self.recipe.rollout.sampling_params(self.recipe.run.seed),
+                score=self._scored,
+            )
         if found is not None:
-            self.metrics.log(self.num_steps_done, "evaluate", **asdict(found))
+            self.metrics.log(self.num_steps_done, "evaluate", **found.metrics())
             self.view.say(
                 f"held-out reward after {self.num_steps_done} steps: {found.reward_mean:.3f} "
                 f"± {found.reward_standard_error:.3f} ({found.num_responses} responses)"
@@ -176,6 +182,9 @@ class SynchronousRun:
                 position={"prompts": asdict(self.prompts.state()), "user_files": dict(self.inputs.user_files)},
                 keep_last=self.recipe.trainer.keep_checkpoints,
             )
+
+    async def _scored(self, groups: Sequence[RolloutGroup]) -> Sequence[RolloutGroup]:
+        return [score(group, self.inputs.reward_fn) for group in groups]
 
     async def _after_step(self) -> None:
         config, every = self.recipe.trainer, self.recipe.evaluation.every_steps
