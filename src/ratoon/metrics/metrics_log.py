@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TextIO
 
 from ratoon.metrics.phase_clock import PhaseClock
@@ -17,6 +18,7 @@ from ratoon.metrics.rows import (
     row_to_json,
     split_metrics,
 )
+from ratoon.metrics.sinks import Ending, Sinks
 
 WARM_START_PHASE = "sft"
 """Counts its own steps, before the first step of everything else."""
@@ -29,15 +31,23 @@ class MetricsLog:
     so that a second stands in exactly one row, and a resumed run finds its earlier ones in the file.
     """
 
-    def __init__(self, path: str | Path | None, *, warn: Callable[[str], object] = warnings.warn) -> None:
+    def __init__(
+        self,
+        path: str | Path | None,
+        *,
+        warn: Callable[[str], object] = warnings.warn,
+        sinks: Sinks | None = None,
+    ) -> None:
         """Opens `path` for appending, parent folders made; None measures without writing (ranks other than 0).
 
-        A last line that a crash cut short is removed, and `warn` is told so.
+        A last line that a crash cut short is removed, and `warn` is told so. sinks: copy the file elsewhere, from the
+        first row that is logged here to the end.
         """
         self.path = None if path is None else Path(path)
         self._warn = warn
         self._clock = PhaseClock()
         self._file: TextIO | None = None
+        self._sinks = sinks
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,6 +82,8 @@ class MetricsLog:
         if self._file is not None:
             self._file.write(line + "\n")
             self._file.flush()
+            if self._sinks is not None:
+                self._sinks.follow()
         return row
 
     def find(self, phase: str, step: int | None = None) -> MetricsRow | None:
@@ -92,6 +104,7 @@ class MetricsLog:
         if self.path is None:
             return 0
         assert self._file is not None, "the metrics log is closed"
+        assert self._sinks is None or not self._sinks.is_started, "rows go before the sinks read the file"
         rows = read_metrics(self.path)
         kept = [row for row in rows if step >= 0 and (row.step <= step or row.phase == WARM_START_PHASE)]
         if len(kept) < len(rows):
@@ -101,18 +114,23 @@ class MetricsLog:
             self._restore(kept)
         return len(rows) - len(kept)
 
-    def close(self) -> None:
-        """Closes the file; a later `log` is a mistake."""
+    def close(self, ending: Ending = "complete", *, wait: bool = True) -> None:
+        """Closes the file; a later `log` is a mistake. Tells the sinks how the run ended, and waits for them."""
         if self._file is not None:
             # What a full disk did not take is tried once more here; the `log` that failed has said so.
             with suppress(OSError):
                 self._file.close()
+        if self._sinks is not None:
+            self._sinks.close(ending, wait=wait)
 
     def __enter__(self) -> "MetricsLog":
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # Who presses Ctrl-C twice wants to wait for nothing.
+        self.close("complete" if error is None else "failed", wait=not isinstance(error, KeyboardInterrupt))
 
     def _repaired_rows(self) -> list[MetricsRow]:
         """Rows of the file, after removing a last line that was cut short."""
