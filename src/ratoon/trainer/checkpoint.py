@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ def save_checkpoint(
     state: Any,
     position: Mapping[str, Any],
     keep_last: int = 2,
+    keep_steps: Collection[int] = (),
 ) -> Path:
     """Writes `folder/step-NNNNNN`, removes the oldest ones, and returns its path once it is on disk.
 
@@ -75,6 +76,7 @@ def save_checkpoint(
     state: nested dicts, lists and tuples of tensors and plain values (`state_tree`): optimizer, generators, counters.
     position: plain JSON: where the run stands in the data.
     keep_last: complete checkpoints that stay, this one included.
+    keep_steps: steps whose complete checkpoints stay besides.
 
     Call it on one rank. A whole checkpoint of this step that is there already stays, a damaged one is replaced.
     Raises UserError when the disk is too small, and whatever else goes wrong as it is; in each case the earlier
@@ -112,7 +114,7 @@ def save_checkpoint(
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    _remove_old(folder, newest=final, keep_last=keep_last)
+    _remove_old(folder, newest=final, keep_last=keep_last, keep_steps=keep_steps)
     return final
 
 
@@ -236,12 +238,13 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _remove_old(folder: Path, *, newest: Path, keep_last: int) -> None:
-    """Removes what is older than the last `keep_last` complete checkpoints, damaged ones too."""
+def _remove_old(folder: Path, *, newest: Path, keep_last: int, keep_steps: Collection[int]) -> None:
+    """Removes older checkpoints but for the last `keep_last` complete ones and complete ones of `keep_steps`."""
     by_step = _by_step(folder)
     older = by_step[: by_step.index(newest)]
     complete = [path for path in older if find_damage(path, read_bytes=False) is None]
     kept = complete[max(len(complete) - (keep_last - 1), 0) :]
+    kept += [path for path in complete if checkpoint_step(path) in keep_steps]
     for path in older:
         if path not in kept:
             _remove(path)
