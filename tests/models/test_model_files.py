@@ -62,7 +62,9 @@ def test_a_file_that_is_no_safetensors(folder: Path):
 
 
 def test_a_missing_shard(folder: Path):
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    first = "model-00001-of-00002.safetensors"
+    (folder / "model.safetensors").rename(folder / first)
+    index = {"weight_map": {"model.norm.weight": first, "b": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "model-00002-of-00002.safetensors' is missing" in refusal(folder)
 

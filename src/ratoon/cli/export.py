@@ -22,19 +22,34 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or one of its checkpoints")
     parser.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist yet, or is empty")
+    parser.add_argument(
+        "--adapter", action="store_true", help="of a LoRA run: write the adapters alone, instead of the merged model"
+    )
+    parser.add_argument("--base", metavar="FOLDER", help="of a LoRA run: where its base model lies, if it was moved")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="of a LoRA run: run Python code from the base model's folder"
+    )
 
 
 def _run(known: argparse.Namespace, _: Sequence[str]) -> int:
-    from ratoon.trainer.export import export_checkpoint
+    from ratoon.trainer.export import AdapterExport, export_checkpoint
 
+    adapters = None
+    if known.adapter or known.base is not None or known.trust_remote_code:
+        if known.adapter and (known.base is not None or known.trust_remote_code):
+            raise UserError("--adapter writes the adapters alone and reads no base model; drop --base and the like")
+        adapters = AdapterExport(
+            is_merged=not known.adapter, base_path=known.base, trust_remote_code=known.trust_remote_code
+        )
     try:
-        checkpoint = export_checkpoint(known.run, known.out, warn=_warn)
+        checkpoint = export_checkpoint(known.run, known.out, adapters=adapters, warn=_warn)
     except OSError as error:
         raise UserError(
             f"{known.run} cannot be exported to {known.out} ({error.strerror}: {error.filename}); "
             "give a folder that can be written"
         ) from None
-    print(f"Exported {checkpoint} to {known.out}; AutoModelForCausalLM.from_pretrained({str(known.out)!r}) loads it.")
+    reader = "PeftModel.from_pretrained(BASE, {!r})" if known.adapter else "AutoModelForCausalLM.from_pretrained({!r})"
+    print(f"Exported {checkpoint} to {known.out}; {reader.format(str(known.out))} loads it.")
     return 0
 
 

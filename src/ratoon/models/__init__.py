@@ -4,14 +4,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ratoon.models.adapters import adapters_off, add_adapters, are_adapters_off, describe_adapters, has_adapters
     from ratoon.models.attachment import attach
-    from ratoon.models.config import FreshModelConfig, ModelConfig
+    from ratoon.models.base_model import FrozenBase
+    from ratoon.models.config import FreshModelConfig, LoraConfig, ModelConfig
     from ratoon.models.forest import Forest
     from ratoon.models.forward import forward_logprobs
     from ratoon.models.fresh import build_fresh
     from ratoon.models.interface import attention_choices, stock_attention
     from ratoon.models.load import align_eos, load_policy, load_tokenizer
     from ratoon.models.model_files import resolve_model_path
+    from ratoon.models.policy import build_policy, load_merged, save_policy_adapters
+    from ratoon.models.preview import ModelPreview, check_vocabulary, preview_model
     from ratoon.models.recompute import set_recompute
     from ratoon.models.rope import fix_rope
     from ratoon.models.shape import model_shape
@@ -19,17 +23,30 @@ if TYPE_CHECKING:
 _HOMES = {
     "Forest": "forest",
     "FreshModelConfig": "config",
+    "FrozenBase": "base_model",
+    "LoraConfig": "config",
     "ModelConfig": "config",
+    "ModelPreview": "preview",
+    "adapters_off": "adapters",
+    "add_adapters": "adapters",
     "align_eos": "load",
+    "are_adapters_off": "adapters",
     "attach": "attachment",
     "attention_choices": "interface",
     "build_fresh": "fresh",
+    "build_policy": "policy",
+    "check_vocabulary": "preview",
+    "describe_adapters": "adapters",
     "fix_rope": "rope",
     "forward_logprobs": "forward",
+    "has_adapters": "adapters",
+    "load_merged": "policy",
     "load_policy": "load",
     "load_tokenizer": "load",
     "model_shape": "shape",
+    "preview_model": "preview",
     "resolve_model_path": "model_files",
+    "save_policy_adapters": "policy",
     "set_recompute": "recompute",
     "stock_attention": "interface",
 }
@@ -37,17 +54,30 @@ _HOMES = {
 __all__ = [
     "Forest",
     "FreshModelConfig",
+    "FrozenBase",
+    "LoraConfig",
     "ModelConfig",
+    "ModelPreview",
+    "adapters_off",
+    "add_adapters",
     "align_eos",
+    "are_adapters_off",
     "attach",
     "attention_choices",
     "build_fresh",
+    "build_policy",
+    "check_vocabulary",
+    "describe_adapters",
     "fix_rope",
     "forward_logprobs",
+    "has_adapters",
+    "load_merged",
     "load_policy",
     "load_tokenizer",
     "model_shape",
+    "preview_model",
     "resolve_model_path",
+    "save_policy_adapters",
     "set_recompute",
     "stock_attention",
 ]

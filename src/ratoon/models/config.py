@@ -3,7 +3,7 @@
 import string
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 PRINTABLE_ASCII = "".join(sorted(string.digits + string.ascii_letters + string.punctuation + " \n"))
 
@@ -57,6 +57,47 @@ class FreshModelConfig(BaseModel):
         return self
 
 
+class LoraConfig(BaseModel):
+    """Low-rank adapters (LoRA, arXiv:2106.09685): the model's own weights stay frozen, and small matrices beside them
+    train. Needs peft (`pip install 'ratoon[lora]'`), and a larger `trainer.learning_rate` than full training: 1e-5
+    to 1e-4."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    rank: int = Field(default=16, ge=1)
+    """Width of the two matrices beside each adapted layer."""
+
+    alpha: int = Field(default=32, ge=1)
+    """The adapters' output is multiplied by alpha / rank."""
+
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead, which suits large ranks (arXiv:2312.03732)."""
+
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Names of the layers to adapt, for example `["q_proj", "v_proj"]`; `all-linear`: every linear layer but the
+    output head. Fused experts of MoE models are not linear layers and stay frozen."""
+
+    dropout: float = 0.0
+    """Must be 0."""
+
+    @field_validator("dropout")
+    @classmethod
+    def _is_not_random(cls, dropout: float) -> float:
+        if dropout != 0:
+            raise ValueError(
+                "must be 0: dropout would make the log-probs that the loss sees random, and other than those the "
+                "responses were sampled with"
+            )
+        return dropout
+
+    @field_validator("target_modules")
+    @classmethod
+    def _names_layers(cls, names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not names or not all(names):
+            raise ValueError('names no layer; give names such as "q_proj", or "all-linear"')
+        return names
+
+
 class ModelConfig(BaseModel):
     """The policy's weights and tokenizer, and how they run. Give either `path` or `fresh`."""
 
@@ -76,6 +117,9 @@ class ModelConfig(BaseModel):
 
     dtype: Dtype = "float32"
     """Type of the weights and of the computation."""
+
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the weights. Absent: every weight trains."""
 
     attention: AttentionImpl = "auto"
     """Attention implementation; `auto` takes the fastest that fits and says which."""

@@ -20,9 +20,17 @@ def build_fresh(config: FreshModelConfig, seed: int) -> tuple[PreTrainedModel, P
 
     The weights follow `seed` alone, and the global random state stays as it was. The model is not attached yet.
     """
-    vocabulary = [PAD_TOKEN, EOS_TOKEN, UNK_TOKEN, *config.alphabet]
-    tokenizer = _build_tokenizer(vocabulary, config.max_positions)
-    model_config = Qwen3Config(
+    tokenizer = _build_tokenizer(_vocabulary(config), config.max_positions)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(fresh_config(config))
+    return model.eval(), tokenizer
+
+
+def fresh_config(config: FreshModelConfig) -> Qwen3Config:
+    """The architecture of `build_fresh`."""
+    vocabulary = _vocabulary(config)
+    return Qwen3Config(
         vocab_size=len(vocabulary),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -37,10 +45,10 @@ def build_fresh(config: FreshModelConfig, seed: int) -> tuple[PreTrainedModel, P
         pad_token_id=vocabulary.index(PAD_TOKEN),
         dtype="float32",
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(model_config)
-    return model.eval(), tokenizer
+
+
+def _vocabulary(config: FreshModelConfig) -> list[str]:
+    return [PAD_TOKEN, EOS_TOKEN, UNK_TOKEN, *config.alphabet]
 
 
 def _build_tokenizer(vocabulary: list[str], max_positions: int) -> PreTrainedTokenizerBase:

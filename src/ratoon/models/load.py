@@ -1,6 +1,8 @@
 """Model folders to policies and tokenizers."""
 
 from collections.abc import Container
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch.nn as nn
 from tokenizers import Tokenizer
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -27,7 +30,19 @@ from ratoon.models.rope import fix_rope
 from ratoon.models.shape import model_shape
 from ratoon.types import UserError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+"""One of them at least makes up a tokenizer."""
+
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_policy(
@@ -50,20 +65,35 @@ def load_policy(
     Raises UserError for a folder that cannot be read, weights that do not fill the model, and models that
     cannot run packed layouts (before their weights are read, where the configuration tells).
     """
-    if dtype not in DTYPES:
-        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    folder = resolve_model_path(path, gguf_file=gguf_file)
-    with refusing(folder, "configuration"):
-        config = _load_config(folder, gguf_file, trust_remote_code)
-        refuse_config(config, rope_is_fixed=rope_positions is not None)
-    with refusing(folder, "model"):
-        model = _load_weights(folder, config, DTYPES[dtype], gguf_file, trust_remote_code)
-        if gguf_file is not None:
-            model = _without_quantization(model)
-    _move(model, device=torch.device(device))
+    model = load_model_folder(
+        path,
+        dtype=dtype,
+        gguf_file=gguf_file,
+        rope_is_fixed=rope_positions is not None,
+        trust_remote_code=trust_remote_code,
+    )
+    move(model, torch.device(device))
     if rope_positions is not None:
         fix_rope(model, rope_positions)
     return set_recompute(attach(model, impl), recompute)
+
+
+def load_model_folder(
+    path: str | Path,
+    *,
+    dtype: Dtype,
+    gguf_file: str | None = None,
+    rope_is_fixed: bool = False,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The folder's decoder on the CPU, not attached yet; otherwise as `load_policy`."""
+    if dtype not in DTYPES:
+        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    folder = resolve_model_path(path, gguf_file=gguf_file)
+    config = load_config(folder, gguf_file=gguf_file, rope_is_fixed=rope_is_fixed, trust_remote_code=trust_remote_code)
+    with refusing(folder, "model"):
+        model = _load_weights(folder, config, DTYPES[dtype], gguf_file, trust_remote_code)
+        return model if gguf_file is None else _without_quantization(model)
 
 
 def load_tokenizer(
@@ -74,6 +104,11 @@ def load_tokenizer(
     eos_token: replaces the folder's own; must be one token of its vocabulary.
     """
     folder = resolve_model_path(path, gguf_file=gguf_file)
+    if gguf_file is None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(
+            f"model folder {str(folder)!r} holds no tokenizer ({', '.join(TOKENIZER_FILES[:3])}); copy the files from "
+            "where the model comes from"
+        )
     with refusing(folder, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code, **_gguf_argument(gguf_file)
@@ -135,38 +170,56 @@ def _known_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Container
     return known
 
 
-def _load_config(folder: Path, gguf_file: str | None, trust_remote_code: bool) -> PreTrainedConfig:
-    if gguf_file is None and not trust_remote_code:
-        model_type = read_json(folder / "config.json").get("model_type")
-        if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-            raise UserError(
-                f"the model in {str(folder)!r} is of type {model_type!r}, which this version of transformers does not "
-                "know; if the folder brings its own Python code, read it and set model.trust_remote_code = true"
-            )
-    return AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=trust_remote_code, **_gguf_argument(gguf_file)
-    )
+def load_config(
+    folder: Path, *, gguf_file: str | None = None, rope_is_fixed: bool = False, trust_remote_code: bool = False
+) -> PreTrainedConfig:
+    """The configuration of a resolved model folder.
+
+    Raises UserError where it cannot be read, is of no known type, or can make no decoder that runs a forest.
+    """
+    with refusing(folder, "configuration"):
+        if gguf_file is not None:
+            status = (folder / gguf_file).stat()
+            config = deepcopy(_gguf_config(folder, gguf_file, status.st_size, status.st_mtime_ns))
+        else:
+            model_type = read_json(folder / "config.json").get("model_type")
+            is_known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+            if not is_known and not trust_remote_code:
+                raise UserError(
+                    f"the model in {str(folder)!r} is of type {model_type!r}, which this version of transformers does "
+                    "not know; if the folder brings its own Python code, read it and set model.trust_remote_code = true"
+                )
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        refuse_config(config, rope_is_fixed=rope_is_fixed)
+    brings_code = trust_remote_code and hasattr(config, "auto_map")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not brings_code:
+        raise UserError(
+            f"the model in {str(folder)!r} is of type {config.model_type!r}, which has no causal language model in "
+            "transformers; use a decoder-only model"
+        )
+    return config
+
+
+@lru_cache(maxsize=1)
+def _gguf_config(folder: Path, gguf_file: str, _size: int, _mtime_ns: int) -> PreTrainedConfig:
+    # Kept, because transformers reads the vocabulary with it, which takes seconds. Changed files are read anew.
+    return AutoConfig.from_pretrained(folder, local_files_only=True, gguf_file=gguf_file)
 
 
 def _load_weights(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, gguf_file: str | None, trust_remote_code: bool
 ) -> PreTrainedModel:
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=None if gguf_file else True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
-            **_gguf_argument(gguf_file),
-        )
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
-        raise UserError(f"{config.model_type!r} has no causal language model in transformers; use another") from error
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype,
+        local_files_only=True,
+        trust_remote_code=trust_remote_code,
+        use_safetensors=None if gguf_file else True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, by name
+        **_gguf_argument(gguf_file),
+    )
     model, report = loaded
     # Transformers fills what a checkpoint lacks with random numbers.
     lacking = sorted(report["missing_keys"]) + sorted(key for key, *_ in report["mismatched_keys"])
@@ -184,16 +237,22 @@ def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
     vars(config).pop("quantization_config", None)
     with no_init_weights():  # neither time nor random numbers for weights that are replaced
         plain = type(model)(config)
-    _move(plain, dtype=model.dtype)
+    cast_weights(plain, model.dtype)
     plain.tie_weights()
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
     return plain.eval()
 
 
-def _move(module: nn.Module, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+def move(module: nn.Module, device: torch.device) -> None:
     """`module.to`, in place; transformers' own signature of it is opaque to type checkers."""
-    module.to(device=device, dtype=dtype)
+    module.to(device=device)
+
+
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives the parameters `dtype`, in place. Buffers stay: rotary frequencies are wrong in 16 bits."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _gguf_argument(gguf_file: str | None) -> dict[str, Any]:

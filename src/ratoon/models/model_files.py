@@ -26,6 +26,11 @@ def resolve_model_path(path: str | Path, *, gguf_file: str | None = None) -> Pat
     if gguf_file is not None:
         _check_gguf(folder, gguf_file)
         return folder
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"model folder {str(folder)!r} holds an adapter (adapter_config.json), which is no model of its own; merge "
+            "it into its base first (ratoon export RUN OUT does, for a run's), or give the base model's folder"
+        )
     if not (folder / "config.json").is_file():
         gguf_names = sorted(file.name for file in folder.glob("*.gguf"))
         advice = (
@@ -87,30 +92,51 @@ def _check_gguf(folder: Path, gguf_file: str) -> None:
 
 def _check_safetensors(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
-    names = _names_in_index(index) if index.is_file() else sorted(file.name for file in folder.glob("*.safetensors"))
-    if not names:
-        pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
-        if pickles:
-            raise UserError(
-                f"the weights in {str(folder)!r} are pickled ({', '.join(pickles)}), and loading a pickle runs code "
-                "from it; convert them to safetensors with a tool you trust (save_pretrained writes safetensors)"
-            )
-        raise UserError(f"model folder {str(folder)!r} holds no weights (*.safetensors)")
-    for name in names:
-        problem = _safetensors_problem(folder / name)
-        if problem:
-            raise UserError(f"weights file {str(folder / name)!r} {problem}; fetch it again")
+    single = folder / "model.safetensors"
+    if not single.is_file() and not index.is_file():
+        _refuse_without_weights(folder)
+    files = {single.name: frozenset[str]()} if single.is_file() else {}
+    if index.is_file():
+        files |= _shards_of(index)
+    for name, tensors in files.items():
+        _check_shard(folder / name, tensors)
 
 
-def _names_in_index(index: Path) -> list[str]:
+def _refuse_without_weights(folder: Path) -> None:
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if pickles:
+        raise UserError(
+            f"the weights in {str(folder)!r} are pickled ({', '.join(pickles)}), and loading a pickle runs code "
+            "from it; convert them to safetensors with a tool you trust (save_pretrained writes safetensors)"
+        )
+    others = sorted(file.name for file in folder.glob("*.safetensors"))
+    if others:
+        raise UserError(
+            f"model folder {str(folder)!r} holds {', '.join(others[:3])}, but neither model.safetensors nor "
+            "model.safetensors.index.json, which says what is in which file; fetch the missing one"
+        )
+    raise UserError(f"model folder {str(folder)!r} holds no weights (*.safetensors)")
+
+
+def _shards_of(index: Path) -> dict[str, frozenset[str]]:
+    """The names of the tensors that each file of an index should hold."""
     weight_map: Any = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{str(index)!r} has no weight_map from tensors to file names; fetch it again")
-    return sorted(set(weight_map.values()))
+    return {
+        name: frozenset(tensor for tensor, place in weight_map.items() if place == name)
+        for name in sorted(set(weight_map.values()))
+    }
 
 
-def _safetensors_problem(file: Path) -> str | None:
-    """What is wrong with a safetensors file by its header and size; None where nothing is."""
+def _check_shard(file: Path, tensors: frozenset[str]) -> None:
+    problem = _safetensors_problem(file, tensors)
+    if problem:
+        raise UserError(f"weights file {str(file)!r} {problem}; fetch it again")
+
+
+def _safetensors_problem(file: Path, tensors: frozenset[str]) -> str | None:
+    """What is wrong with a safetensors file that holds `tensors`, by its header and size; None where nothing is."""
     if not file.is_file():
         return "is missing"
     size = file.stat().st_size
@@ -129,7 +155,10 @@ def _safetensors_problem(file: Path) -> str | None:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return "is no safetensors file: its header does not say where each tensor lies"
     expected = 8 + header_size + max(ends, default=0)
-    return None if size == expected else f"is truncated or damaged: it holds {size:,} bytes of {expected:,}"
+    if size != expected:
+        return f"is truncated or damaged: it holds {size:,} bytes of {expected:,}"
+    lost = sorted(tensors - header.keys())
+    return f"lacks {len(lost)} of the tensors that the index says it holds, first {lost[0]}" if lost else None
 
 
 def read_json(file: Path) -> dict[str, Any]:

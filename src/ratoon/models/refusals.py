@@ -36,6 +36,34 @@ RECURRENT_MODEL_TYPES = frozenset(
     }
 )
 
+ENCODER_MODEL_TYPES = frozenset(
+    {
+        "albert",
+        "bert",
+        "bert-generation",
+        "big_bird",
+        "camembert",
+        "data2vec-text",
+        "deberta",
+        "deberta-v2",
+        "distilbert",
+        "electra",
+        "ernie",
+        "megatron-bert",
+        "modernbert",
+        "mpnet",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    }
+)
+"""Bidirectional, unless their configuration says is_decoder."""
+
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
@@ -50,9 +78,11 @@ def refuse_config(config: PreTrainedConfig, *, rope_is_fixed: bool = False) -> N
         raise UserError(f"{config.model_type!r} cannot be trained on shared prompts: {reason}")
 
 
-def refuse_model(model: PreTrainedModel) -> None:
-    """Raises UserError, naming class and reason, if this model cannot run a forest."""
+def refuse_model(model: PreTrainedModel, *, rope_is_fixed: bool = False) -> None:
+    """Raises UserError, naming class and reason, if this model cannot run a forest. Its weights are not read."""
     reason = _module_reason(model)
+    if reason is None and not rope_is_fixed:
+        reason = _rope_reason(kind for _, kinds in batch_dependent_rotaries(model) for kind in kinds)
     if reason is not None:
         raise UserError(f"{type(model).__name__} cannot be trained on shared prompts: {reason}")
 
@@ -72,10 +102,11 @@ def _encoder_reason(config: PreTrainedConfig) -> str | None:
         )
     if setting(config, "use_bidirectional_attention"):
         return "its attention is bidirectional (use_bidirectional_attention); a forest's rows read only earlier rows"
-    if config.model_type in {"bert", "roberta", "modernbert", "deberta", "electra"} and not setting(
-        config, "is_decoder"
-    ):
-        return "its attention is bidirectional, as in BERT; a forest's rows read only earlier rows"
+    if config.model_type in ENCODER_MODEL_TYPES and not setting(config, "is_decoder"):
+        return (
+            "it is an encoder, whose attention is bidirectional, as in BERT; a forest's rows read only earlier rows. "
+            "Use a decoder-only model"
+        )
     return None
 
 
@@ -155,4 +186,4 @@ def _module_reason(model: PreTrainedModel) -> str | None:
                 f"its dropout {name!r} is on (p={module.p}), and log-probs must not be random; "
                 "set the dropout rates in its config.json to 0"
             )
-    return _rope_reason(kind for _, kinds in batch_dependent_rotaries(model) for kind in kinds)
+    return None

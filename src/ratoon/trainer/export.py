@@ -3,8 +3,14 @@
 import shutil
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
+from ratoon.models import align_eos, load_merged
+from ratoon.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ratoon.models.base_model import BASE_FILE
 from ratoon.trainer.checkpoint import MANIFEST, checkpoint_step, find_damage, latest_checkpoint, model_files
 from ratoon.trainer.durable_files import PARTIAL_PREFIX, fsync_folder, fsync_tree
 from ratoon.types import UserError
@@ -13,16 +19,44 @@ CHECKPOINTS = "checkpoints"
 """The folder of a run that holds them."""
 
 
-def export_checkpoint(source: Path, out_dir: Path, *, warn: Callable[[str], object] = warnings.warn) -> Path:
-    """Copies a checkpoint's model and tokenizer, without the trainer's state, to `out_dir`. Returns the checkpoint.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterExport:
+    """What becomes of the adapters of a LoRA run; nothing to other runs."""
+
+    is_merged: bool = True
+    """Into their base, as a model of its own; else they alone are written, as peft does."""
+
+    base_path: str | None = None
+    """Where the folder of the base is now; None: where it was in training."""
+
+    trust_remote_code: bool = False
+    """Run Python code from the base's folder."""
+
+
+def export_checkpoint(
+    source: Path,
+    out_dir: Path,
+    *,
+    adapters: AdapterExport | None = None,
+    warn: Callable[[str], object] = warnings.warn,
+) -> Path:
+    """Writes a checkpoint's model and tokenizer, without the trainer's state, to `out_dir`. Returns the checkpoint.
 
     source: a run folder, whose newest whole checkpoint is taken, or one checkpoint's folder. `warn` hears of damaged
     checkpoints that are passed over.
-    `AutoModelForCausalLM.from_pretrained(out_dir)` and `AutoTokenizer.from_pretrained(out_dir)` read the result. The
-    folder appears once it is whole. Raises UserError when there is no such checkpoint, `out_dir` holds anything,
-    or it lies among a run's checkpoints.
+    adapters: as `AdapterExport` unless given.
+    `AutoModelForCausalLM.from_pretrained(out_dir)` and `AutoTokenizer.from_pretrained(out_dir)` read the result, or
+    `PeftModel.from_pretrained(base, out_dir)` where adapters are not merged. The folder appears once it is whole.
+    Raises UserError when there is no such checkpoint, `out_dir` holds anything or lies among a run's checkpoints, or
+    the base of adapters is gone or another; and for wishes about adapters that the checkpoint does not have.
     """
     checkpoint = _find_checkpoint(source, warn)
+    has_adapters = (checkpoint / BASE_FILE).is_file()
+    if adapters is not None and not has_adapters:
+        raise UserError(
+            f"checkpoint {checkpoint} holds a whole model and no adapters, so there is nothing to merge or to leave "
+            "unmerged; export it without --adapter, --base and --trust-remote-code"
+        )
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise UserError(f"{out_dir} exists and is not an empty folder; remove it or give another folder to export to")
     target = out_dir.absolute()
@@ -38,6 +72,9 @@ def export_checkpoint(source: Path, out_dir: Path, *, warn: Callable[[str], obje
         for name in model_files(checkpoint):
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checkpoint / name, partial / name)
+        adapters = adapters or AdapterExport()
+        if has_adapters and adapters.is_merged:
+            _merge(partial, checkpoint, adapters)
         fsync_tree(partial)
         partial.rename(target)
         fsync_folder(target.parent)
@@ -49,6 +86,21 @@ def export_checkpoint(source: Path, out_dir: Path, *, warn: Callable[[str], obje
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return checkpoint
+
+
+def _merge(folder: Path, checkpoint: Path, adapters: AdapterExport) -> None:
+    """Replaces the adapters in `folder`, a copy of the checkpoint's, by an ordinary model."""
+    try:
+        model = load_merged(folder, base_path=adapters.base_path, trust_remote_code=adapters.trust_remote_code)
+    except UserError as error:
+        raise UserError(
+            f"the adapters of {checkpoint} cannot be merged into their base: {error}. If the base model lies elsewhere "
+            "now, name its folder with --base; the adapters alone are exported with --adapter"
+        ) from error
+    align_eos(model, AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_FILE):
+        (folder / name).unlink()
+    model.save_pretrained(folder)
 
 
 def _holds_checkpoints(folder: Path) -> bool:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ratoon.models import are_adapters_off
 from ratoon.rollout.errors import RolloutError
 
 
@@ -13,8 +14,13 @@ def twin_of(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     """A module tree with a config of its own, the same Parameter and buffer objects, and `attention` as implementation.
 
     It is in eval mode for good (no dropout, no gradient checkpointing), while `model` keeps its mode, its attention
-    implementation and its gradients. Replaced modules and adapters of `model` are carried over.
+    implementation and its gradients. Replaced modules and adapters of `model` are carried over:
+    the twin's stay on while `adapters_off` switches `model`'s off.
     """
+    if are_adapters_off(model):
+        raise RolloutError(
+            "the model's adapters are off, and the engine would sample from the base; leave adapters_off"
+        )
     memo: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     # Gradients hang on the shared parameters, which the memo keeps whole.
     twin = copy.deepcopy(model, memo)
