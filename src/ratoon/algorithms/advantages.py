@@ -1,12 +1,50 @@
-"""How much better each response of a group did than its siblings."""
+"""How much better each response is than others: of its group, or of the whole step."""
 
 # Shape letters: N responses of one group.
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ratoon.algorithms.config import AlgorithmConfig
+
 # Sums of weighted reward components that are equal on paper differ by a few last bits.
 _EQUAL_TO_ROUNDING = 1e-12
+
+
+def step_advantages(
+    rewards_by_group: Sequence[ArrayLike],
+    config: AlgorithmConfig,
+    *,
+    kl_by_group: Sequence[ArrayLike] | None = None,
+) -> tuple[NDArray[np.float64], ...]:
+    """The advantage of every response of a step, from all of its groups: [N] for each, in their order.
+
+    rewards_by_group: [N] finite rewards of each group; groups may differ in size, and be empty.
+    kl_by_group: [N] nats from the reference of each group, as `Trainer.kl_to_reference` gives them: where
+        `config.kl_in` is "reward", and only there. `kl_coefficient` times it is subtracted from the rewards.
+
+    Raises ValueError where a reward is NaN or infinite.
+    """
+    assert (kl_by_group is not None) == (config.kl_in == "reward"), (
+        f"kl_by_group is {'given' if kl_by_group is not None else 'missing'}, but algorithm.kl_in is {config.kl_in!r}"
+    )
+    groups = [_checked(rewards_N) for rewards_N in rewards_by_group]
+    if kl_by_group is not None:
+        groups = [
+            rewards_N - config.kl_coefficient * _checked(kl_N, "KL divergences")
+            for rewards_N, kl_N in zip(groups, kl_by_group, strict=True)
+        ]
+    match config.advantage:
+        case "group":
+            return tuple(grpo_advantages(rewards_N, normalize_by_std=config.normalize_by_std) for rewards_N in groups)
+        case "leave-one-out":
+            return tuple(rloo_advantages(rewards_N) for rewards_N in groups)
+        case "batch":
+            return reinforce_advantages(groups)
+        case "group-then-batch":
+            return reinforce_baseline_advantages(groups)
 
 
 def grpo_advantages(rewards_N: ArrayLike, *, normalize_by_std: bool = True) -> NDArray[np.float64]:
@@ -24,21 +62,67 @@ def grpo_advantages(rewards_N: ArrayLike, *, normalize_by_std: bool = True) -> N
 
     Raises ValueError where a reward is NaN or infinite, or the rewards are not 1-D.
     """
-    rewards = np.asarray(rewards_N, np.float64)
-    if rewards.ndim != 1:
-        raise ValueError(f"rewards of one group must be 1-D, one for each response, got shape {rewards.shape}")
-    is_bad_N = ~np.isfinite(rewards)
+    return _centred(_checked(rewards_N), divide_by_std=normalize_by_std)
+
+
+def rloo_advantages(rewards_N: ArrayLike) -> NDArray[np.float64]:
+    """Each reward less the mean of the group's other rewards.
+
+    RLOO, arXiv 2402.14740 (the leave-one-out estimator; Kool et al. 2019). The baseline does not contain the reward
+    it is subtracted from, so the gradient is unbiased. It is N / (N - 1) times the centred reward.
+
+    rewards_N: [N] finite numbers. Returns [N] float64 that sum to 0; equal rewards and a group of one give exactly 0.
+    """
+    rewards = _checked(rewards_N)
+    return _centred(rewards, divide_by_std=False) * (rewards.size / max(rewards.size - 1, 1))
+
+
+def reinforce_advantages(rewards_by_group: Sequence[ArrayLike]) -> tuple[NDArray[np.float64], ...]:
+    """Rewards in units of the whole step: centred by its mean, divided by its standard deviation.
+
+    REINFORCE++, arXiv 2501.03262 (global advantage normalisation). Mean and deviation run over responses, each counted
+    once whatever its length; a prompt needs no siblings. Rewards that are equal all over the step give exactly 0.
+    """
+    groups = [_checked(rewards_N) for rewards_N in rewards_by_group]
+    return _over_the_step(groups)
+
+
+def reinforce_baseline_advantages(rewards_by_group: Sequence[ArrayLike]) -> tuple[NDArray[np.float64], ...]:
+    """Rewards centred within their group, in units of the deviation that remains over the whole step.
+
+    REINFORCE++ with baseline, arXiv 2501.03262. A group whose rewards are nearly equal is not blown up, as its own
+    deviation would do; equal rewards and a group of one give 0.
+    """
+    return _over_the_step([_centred(_checked(rewards_N), divide_by_std=False) for rewards_N in rewards_by_group])
+
+
+def _over_the_step(groups: Sequence[NDArray[np.float64]]) -> tuple[NDArray[np.float64], ...]:
+    normalized = _centred(np.concatenate([np.empty(0), *groups]), divide_by_std=True)
+    ends = np.cumsum([group.size for group in groups])
+    return tuple(np.split(normalized, ends[:-1])) if groups else ()
+
+
+def _checked(values_N: ArrayLike, what: str = "rewards") -> NDArray[np.float64]:
+    values = np.asarray(values_N, np.float64)
+    if values.ndim != 1:
+        raise ValueError(f"{what} of one group must be 1-D, one for each response, got shape {values.shape}")
+    is_bad_N = ~np.isfinite(values)
     if is_bad_N.any():
         first = int(is_bad_N.argmax())
         raise ValueError(
-            f"{int(is_bad_N.sum())} of {rewards.size} rewards are not finite (response {first} got {rewards[first]}); "
+            f"{int(is_bad_N.sum())} of {values.size} {what} are not finite (response {first} got {values[first]}); "
             "make the reward function return finite numbers"
         )
-    largest = float(np.abs(rewards).max(initial=0.0))
-    # A power of two brings the rewards near 1 without rounding: squares of huge or tiny rewards stay finite.
+    return values
+
+
+def _centred(values: NDArray[np.float64], *, divide_by_std: bool) -> NDArray[np.float64]:
+    """Values less their mean, exactly 0 where they are equal to rounding."""
+    largest = float(np.abs(values).max(initial=0.0))
+    # A power of two brings the values near 1 without rounding: squares of huge or tiny rewards stay finite.
     exponent = int(np.frexp(largest)[1])
-    scaled_N = np.ldexp(rewards, -exponent)
-    if rewards.size < 2 or np.ptp(scaled_N) <= _EQUAL_TO_ROUNDING * np.abs(scaled_N).max():
-        return np.zeros(rewards.size)
-    centred_N = scaled_N - scaled_N.mean()
-    return centred_N / centred_N.std(ddof=1) if normalize_by_std else np.ldexp(centred_N, exponent)
+    scaled = np.ldexp(values, -exponent)
+    if values.size < 2 or np.ptp(scaled) <= _EQUAL_TO_ROUNDING * np.abs(scaled).max():
+        return np.zeros(values.size)
+    centred = scaled - scaled.mean()
+    return centred / centred.std(ddof=1) if divide_by_std else np.ldexp(centred, exponent)

@@ -1,9 +1,9 @@
 """Each scored token's share of the step's mean loss.
 
-The weights of a whole step's loss tokens add up to 1, over every rank and microbatch. So a loss is
+The weights carry the denominator of the whole step, over every rank and microbatch. So a loss is
 summed, never averaged, on its way up, and neither value nor gradient depends on how the step was
-cut. Both denominators count what the mask keeps: a token that is masked in the numerator is not
-counted below.
+cut. The weights of a mean over tokens or sequences add up to 1 over the step's loss tokens. These two
+count what the mask keeps: a token that is masked in the numerator is not counted below.
 """
 
 # Shape letters: M scored tokens of one microbatch, N sequences.
@@ -25,6 +25,27 @@ def token_mean_weights(loss_mask_M: Tensor, *, num_loss_tokens: int, dtype: torc
     assert loss_mask_M.dtype == torch.bool, f"loss_mask_M must be bool, got {loss_mask_M.dtype}"
     assert num_loss_tokens >= 0, f"num_loss_tokens counts tokens, got {num_loss_tokens}"
     return loss_mask_M.to(dtype) / max(num_loss_tokens, 1)
+
+
+def constant_weights(
+    loss_mask_M: Tensor, *, max_response_tokens: int, num_sequences: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """1 / (max_response_tokens · num_sequences) for each loss token, whatever the lengths.
+
+    Dr.GRPO, arXiv 2503.20783, §3.2 and its listing: a sum over tokens, divided by a constant, so that a long wrong
+    response is not punished less per token than a short one. The weights of a step add up to the responses'
+    mean length over the longest length allowed.
+
+    loss_mask_M: [M] bool, the tokens trained on.
+    max_response_tokens: the run's limit, the same for every step.
+    num_sequences: sequences of the whole step that are averaged over, over every rank and microbatch.
+
+    Returns [M] `dtype`.
+    """
+    assert loss_mask_M.dtype == torch.bool, f"loss_mask_M must be bool, got {loss_mask_M.dtype}"
+    assert max_response_tokens >= 1, f"max_response_tokens must be positive, got {max_response_tokens}"
+    assert num_sequences >= 0, f"num_sequences counts sequences, got {num_sequences}"
+    return loss_mask_M.to(dtype) / (max_response_tokens * max(num_sequences, 1))
 
 
 def sequence_mean_weights(

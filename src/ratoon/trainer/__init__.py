@@ -7,19 +7,31 @@ if TYPE_CHECKING:
     from ratoon.trainer.config import SftConfig, TrainerConfig
     from ratoon.trainer.microbatch import Update
     from ratoon.trainer.optimizer import MasterOptimizer
+    from ratoon.trainer.reference import ReferenceScore, frozen_reference
     from ratoon.trainer.step_result import StepResult
     from ratoon.trainer.trainer import Trainer
 
 _HOMES = {
     "MasterOptimizer": "optimizer",
+    "ReferenceScore": "reference",
     "SftConfig": "config",
     "StepResult": "step_result",
     "Trainer": "trainer",
     "TrainerConfig": "config",
     "Update": "microbatch",
+    "frozen_reference": "reference",
 }
 
-__all__ = ["MasterOptimizer", "SftConfig", "StepResult", "Trainer", "TrainerConfig", "Update"]
+__all__ = [
+    "MasterOptimizer",
+    "ReferenceScore",
+    "SftConfig",
+    "StepResult",
+    "Trainer",
+    "TrainerConfig",
+    "Update",
+    "frozen_reference",
+]
 
 
 def __getattr__(name: str) -> Any:

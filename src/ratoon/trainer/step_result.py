@@ -2,12 +2,14 @@
 
 # Shape letters: M scored tokens of one microbatch.
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from ratoon.algorithms.losses import PolicyLoss
+from ratoon.algorithms.config import AlgorithmConfig
+from ratoon.algorithms.objective import Objective
 from ratoon.distributed import DataParallel
 from ratoon.layout.packed_layout import PackedLayout
 from ratoon.planner import useful_flops
@@ -43,7 +45,7 @@ class StepResult:
     """Nats per token."""
 
     clipped_fraction: float
-    """Loss tokens that the clip left without gradient."""
+    """Loss tokens that the clip left without gradient; cispo: whose ratio was bounded, with their gradient."""
 
     kl_old_mean: float
     """Nats per token, estimate k3 of KL(old policy || policy)."""
@@ -54,7 +56,23 @@ class StepResult:
 
     mismatch_max_abs: float | None
     update_s: float
-    """Forward, backward and optimizer, old log-probs included."""
+    """Forward, backward and optimizer, old and reference log-probs included."""
+
+    kl_ref_mean: float | None = None
+    """Nats per token, `algorithm.kl_estimator` of KL(policy || reference). None without a KL term in the loss."""
+
+    mismatch_ratio_mean: float | None = None
+    """Trainer's over engine's probability of a token, before any correction. None as for `mismatch_mean_abs`."""
+
+    mismatch_ratio_max: float | None = None
+    mismatch_kl_mean: float | None = None
+    """Nats per token, estimate k3 of KL(rollout || trainer), before any correction."""
+
+    corrected_fraction: float | None = None
+    """Loss tokens whose ratio the mismatch correction cut or masked. None without a correction."""
+
+    correction_mean: float | None = None
+    """Mean over loss tokens of what the correction multiplied their loss by."""
 
     @property
     def dedup_ratio(self) -> float:
@@ -74,40 +92,95 @@ class StepTotals:
     num_clipped: Tensor
     ratio: Tensor
     kl_old: Tensor
+    kl_ref: Tensor
     entropy: Tensor
     num_compared: Tensor
     mismatch: Tensor
-    mismatch_max: Tensor
-    """A maximum, not a sum."""
+    mismatch_ratio: Tensor
+    mismatch_kl: Tensor
+    num_corrected: Tensor
+    correction: Tensor
+    max_mismatch: Tensor
+    """A maximum, not a sum, as is the next."""
+
+    max_mismatch_ratio: Tensor
 
     @classmethod
     def zeros(cls, device: torch.device) -> "StepTotals":
         return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in fields(cls)))
 
-    def add_rows(self, layout: PackedLayout, shape: ModelShape) -> None:
+    @torch.no_grad()
+    def add(self, layout: PackedLayout, shape: ModelShape, objective: Objective, entropy_M: Tensor) -> None:
+        """What one microbatch computed. Every scored token is a loss token."""
         self.num_rows += layout.num_rows
         self.num_logical_tokens += layout.num_logical_tokens
         self.useful_flops += useful_flops(shape, layout)
-
-    @torch.no_grad()
-    def add_loss(self, loss: Tensor, policy_loss: PolicyLoss, entropy_M: Tensor) -> None:
-        self.loss += loss
-        self.num_loss_tokens += policy_loss.num_loss_tokens
-        self.num_clipped += policy_loss.num_clipped_low + policy_loss.num_clipped_high
-        self.ratio += policy_loss.sum_ratio
-        self.kl_old += policy_loss.sum_kl_k3
+        self.loss += objective.loss
+        self.num_loss_tokens += objective.policy.num_loss_tokens
+        self.num_clipped += objective.policy.num_clipped_low + objective.policy.num_clipped_high
+        self.ratio += objective.policy.sum_ratio
+        self.kl_old += objective.policy.sum_kl_k3
         self.entropy += entropy_M.sum()
-
-    @torch.no_grad()
-    def add_mismatch(self, old_logprobs_M: Tensor, rollout_logprobs_M: Tensor) -> None:
-        gap_M = (old_logprobs_M - rollout_logprobs_M).abs()
-        self.num_compared += gap_M.numel()
-        self.mismatch += gap_M.sum()
-        self.mismatch_max = torch.maximum(self.mismatch_max, gap_M.max().double())
+        if objective.kl is not None:
+            self.kl_ref += objective.kl.sum_kl
+        if objective.mismatch is not None:
+            gap = objective.mismatch
+            self.num_compared += gap.num_tokens
+            self.mismatch += gap.sum_abs
+            self.mismatch_ratio += gap.sum_ratio
+            self.mismatch_kl += gap.sum_kl_k3
+            self.max_mismatch = torch.maximum(self.max_mismatch, gap.max_abs.double())
+            self.max_mismatch_ratio = torch.maximum(self.max_mismatch_ratio, gap.max_ratio.double())
+        if objective.correction is not None:
+            self.num_corrected += objective.correction.num_corrected
+            self.correction += objective.correction.sum_factor
 
     def over_ranks(self, data_parallel: DataParallel) -> dict[str, float]:
         """Every total as a number, the same on every rank. Waits for the device and for the other ranks."""
         names = [field.name for field in fields(self)]
         values = dict(zip(names, torch.stack([getattr(self, name) for name in names]).tolist(), strict=True))
-        largest = data_parallel.all_reduce_maxima({"mismatch_max": values.pop("mismatch_max")})
-        return data_parallel.all_reduce_sums(values) | largest
+        maxima = {name: values.pop(name) for name in names if name.startswith("max_")}
+        return data_parallel.all_reduce_sums(values) | data_parallel.all_reduce_maxima(maxima)
+
+    def result(
+        self,
+        data_parallel: DataParallel,
+        algorithm: AlgorithmConfig,
+        *,
+        grad_norms: Sequence[float],
+        learning_rate: float,
+        num_microbatches: int,
+        update_s: float,
+    ) -> StepResult:
+        """The step's report, the same on every rank but for `update_s`. grad_norms: of each update."""
+        sums = self.over_ranks(data_parallel)
+        num_loss_tokens, num_compared = max(sums["num_loss_tokens"], 1.0), sums["num_compared"]
+
+        def of_compared(total: float) -> float | None:
+            return total / num_compared if num_compared else None
+
+        has_kl, is_corrected = algorithm.kl_in == "loss", algorithm.needs_rollout_logprobs
+        return StepResult(
+            loss=sums["loss"],
+            grad_norm=max(grad_norms, default=0.0),
+            learning_rate=learning_rate,
+            num_updates=len(grad_norms),
+            num_microbatches=num_microbatches,
+            num_rows=int(sums["num_rows"]),
+            num_logical_tokens=int(sums["num_logical_tokens"]),
+            num_loss_tokens=int(sums["num_loss_tokens"]),
+            useful_flops=sums["useful_flops"],
+            entropy_mean=sums["entropy"] / num_loss_tokens,
+            clipped_fraction=sums["num_clipped"] / num_loss_tokens,
+            kl_old_mean=sums["kl_old"] / num_loss_tokens,
+            ratio_mean=sums["ratio"] / num_loss_tokens,
+            kl_ref_mean=sums["kl_ref"] / num_loss_tokens if has_kl else None,
+            mismatch_mean_abs=of_compared(sums["mismatch"]),
+            mismatch_max_abs=sums["max_mismatch"] if num_compared else None,
+            mismatch_ratio_mean=of_compared(sums["mismatch_ratio"]),
+            mismatch_ratio_max=sums["max_mismatch_ratio"] if num_compared else None,
+            mismatch_kl_mean=of_compared(sums["mismatch_kl"]),
+            corrected_fraction=of_compared(sums["num_corrected"]) if is_corrected else None,
+            correction_mean=of_compared(sums["correction"]) if is_corrected else None,
+            update_s=update_s,
+        )

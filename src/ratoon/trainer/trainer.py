@@ -1,26 +1,36 @@
 """Updates of the policy from planned groups: forward, loss, backward, optimizer."""
 
-# Shape letters: M scored tokens of one microbatch.
+# Shape letters: M scored tokens of one microbatch, N responses of one group.
 
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ratoon.algorithms.config import AlgorithmConfig
-from ratoon.algorithms.losses import clipped_policy_loss, entropy_bonus, supervised_loss
+from ratoon.algorithms.config import AlgorithmConfig, LossMean
+from ratoon.algorithms.kl import kl_estimates
+from ratoon.algorithms.losses import supervised_loss
+from ratoon.algorithms.objective import ScoredTokens, microbatch_objective
+from ratoon.algorithms.sequences import sequence_sums
 from ratoon.distributed import DataParallel
 from ratoon.models import forward_logprobs, model_shape
-from ratoon.trainer.microbatch import LossMean, Microbatch, Update, build_microbatch
+from ratoon.trainer.microbatch import Microbatch, Update, build_microbatch
 from ratoon.trainer.optimizer import MasterOptimizer
+from ratoon.trainer.reference import ReferenceScore
 from ratoon.trainer.step_result import StepResult, StepTotals
 
 
 class Trainer:
-    """Owns the model's optimizer. Every rank calls every method with the same updates."""
+    """Owns the model's optimizer. Every rank calls every method with the same updates.
+
+    reference: scores the model that a KL penalty keeps the policy near; needed where `algorithm.needs_reference`.
+    max_response_tokens: the run's limit, which `algorithm.loss_mean` "constant" divides by.
+    """
 
     def __init__(
         self,
@@ -31,6 +41,8 @@ class Trainer:
         temperature: float,
         max_grad_norm: float,
         data_parallel: DataParallel,
+        reference: ReferenceScore | None = None,
+        max_response_tokens: int | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -38,15 +50,19 @@ class Trainer:
         self.temperature = temperature
         self.max_grad_norm = max_grad_norm
         self.data_parallel = data_parallel
+        self.reference = reference
+        self.max_response_tokens = max_response_tokens
         self.shape = model_shape(model.config)
         self.device = next(model.parameters()).device
 
     def step(self, updates: Sequence[Update], *, learning_rate: float) -> StepResult:
         """One optimizer update for each of `updates`, against the policy as it was before the first.
 
-        Raises FloatingPointError, with the weights of the last good update, where a gradient is not finite.
+        Raises FloatingPointError, with the weights of the last good update, where a gradient is not finite;
+        ValueError where the algorithm corrects for the engine's log-probs and a response has none.
         """
         started = time.perf_counter()
+        self._check(updates)
         self._begin()
         batches = [self._microbatches(update, self.algorithm.loss_mean) for update in updates]
         if len(updates) > 1:  # otherwise the old policy is the current one and costs no pass
@@ -57,25 +73,12 @@ class Trainer:
             for batch in microbatches:
                 self._backward(batch, totals)
             grad_norms.append(self._apply(learning_rate))
-
-        sums = totals.over_ranks(self.data_parallel)
-        num_loss_tokens, num_compared = max(sums["num_loss_tokens"], 1.0), sums["num_compared"]
-        return StepResult(
-            loss=sums["loss"],
-            grad_norm=max(grad_norms, default=0.0),
+        return totals.result(
+            self.data_parallel,
+            self.algorithm,
+            grad_norms=grad_norms,
             learning_rate=learning_rate,
-            num_updates=len(updates),
             num_microbatches=sum(update.plan.num_microbatches for update in updates),
-            num_rows=int(sums["num_rows"]),
-            num_logical_tokens=int(sums["num_logical_tokens"]),
-            num_loss_tokens=int(sums["num_loss_tokens"]),
-            useful_flops=sums["useful_flops"],
-            entropy_mean=sums["entropy"] / num_loss_tokens,
-            clipped_fraction=sums["num_clipped"] / num_loss_tokens,
-            kl_old_mean=sums["kl_old"] / num_loss_tokens,
-            ratio_mean=sums["ratio"] / num_loss_tokens,
-            mismatch_mean_abs=sums["mismatch"] / num_compared if num_compared else None,
-            mismatch_max_abs=sums["mismatch_max"] if num_compared else None,
             update_s=time.perf_counter() - started,
         )
 
@@ -94,6 +97,52 @@ class Trainer:
         self._apply(learning_rate)
         return self.data_parallel.all_reduce_sums({"loss": loss.item()})["loss"]
 
+    @torch.no_grad()
+    def kl_to_reference(self, update: Update) -> tuple[NDArray[np.float64], ...]:
+        """For each group of the update [N] nats: `algorithm.kl_estimator` summed over each response's tokens.
+
+        For a KL penalty in the reward (RLOO, arXiv 2402.14740; REINFORCE++, arXiv 2501.03262), before advantages
+        are computed: the groups need neither rewards nor advantages. Under the current policy; the same on every rank,
+        whichever scored a response; a response without tokens has 0.
+        """
+        assert self.algorithm.kl_estimator is not None, "there is no KL penalty to compute"
+        self.model.train()
+        found = [np.zeros(group.group_size) for group in update.groups]
+        for parts in update.plan.assignment[self.data_parallel.rank]:
+            batch = build_microbatch(update, parts, loss_mean="token")
+            if batch.layout.num_scored == 0:
+                continue
+            ref_logprobs_M = self._reference_logprobs(batch)
+            logprobs_M, _ = forward_logprobs(self.model, batch.layout, self.temperature, support=batch.support)
+            kl_M = kl_estimates(logprobs_M, ref_logprobs_M, estimator=self.algorithm.kl_estimator)
+            kl_of_sequence = sequence_sums(
+                kl_M,
+                torch.ones_like(kl_M, dtype=torch.bool),
+                torch.tensor(batch.layout.sequence_of_M, device=kl_M.device),
+                num_sequences=batch.layout.num_sequences,
+            ).tolist()
+            sequences = [(group, response) for group, chosen in parts for response in chosen]
+            for (group, response), kl in zip(sequences, kl_of_sequence, strict=True):
+                found[group][response] = kl
+        named = {f"{group}/{index}": kl for group, kl_N in enumerate(found) for index, kl in enumerate(kl_N.tolist())}
+        summed = self.data_parallel.all_reduce_sums(named)  # each stands on one rank; the others hold 0
+        return tuple(
+            np.array([summed[f"{group}/{index}"] for index in range(kl_N.size)]) for group, kl_N in enumerate(found)
+        )
+
+    def _check(self, updates: Sequence[Update]) -> None:
+        """What a step needs, on every rank alike, so that none waits for one that has stopped."""
+        if not self.algorithm.needs_rollout_logprobs:
+            return
+        responses = [response for update in updates for group in update.groups for response in group.responses]
+        silent = sum(response.rollout_logprobs is None and response.num_tokens > 0 for response in responses)
+        if silent:
+            raise ValueError(
+                f"algorithm.mismatch_correction = {self.algorithm.mismatch_correction!r} weighs tokens by the rollout "
+                f"engine's log-probs, but {silent} of {len(responses)} responses came without; take an engine that "
+                "reports them, or set it to 'none'"
+            )
+
     def _begin(self) -> None:
         """Training mode, and no gradient that a failed step or somebody else's backward has left."""
         self.model.train()
@@ -101,38 +150,44 @@ class Trainer:
 
     def _microbatches(self, update: Update, loss_mean: LossMean) -> list[Microbatch]:
         planned = update.plan.assignment[self.data_parallel.rank]
-        return [build_microbatch(update, parts, loss_mean=loss_mean) for parts in planned]
+        return [
+            build_microbatch(update, parts, loss_mean=loss_mean, max_response_tokens=self.max_response_tokens)
+            for parts in planned
+        ]
 
     @torch.no_grad()
     def _with_old_logprobs(self, batch: Microbatch) -> Microbatch:
         old_logprobs_M, _ = forward_logprobs(self.model, batch.layout, self.temperature, support=batch.support)
         return replace(batch, old_logprobs_M=old_logprobs_M)
 
+    def _reference_logprobs(self, batch: Microbatch) -> Tensor:
+        assert self.reference is not None, "a KL penalty needs a reference model"
+        return self.reference(batch.layout, batch.support)
+
     def _backward(self, batch: Microbatch, totals: StepTotals) -> None:
         """Adds the microbatch's gradient. One without scored tokens has none, and runs no forward pass."""
         if batch.layout.num_scored == 0:
             return
         assert batch.advantages_M is not None, "groups need advantages before a policy update"
+        # Before the policy's pass: the reference may be the same model in another state.
+        ref_logprobs_M = self._reference_logprobs(batch) if self.algorithm.kl_in == "loss" else None
         logprobs_M, entropy_M = forward_logprobs(self.model, batch.layout, self.temperature, support=batch.support)
-        old_logprobs_M = logprobs_M.detach() if batch.old_logprobs_M is None else batch.old_logprobs_M
-        weights_M = _like(batch.loss_weights_M, logprobs_M)
-        policy_loss = clipped_policy_loss(
-            logprobs_M,
-            old_logprobs_M,
-            _like(batch.advantages_M, logprobs_M),
-            weights_M,
-            clip_low=self.algorithm.clip_low,
-            clip_high=self.algorithm.clip_high,
+        rollout_logprobs_M = batch.rollout_logprobs_M
+        tokens = ScoredTokens(
+            policy_logprobs_M=logprobs_M,
+            entropy_M=entropy_M,
+            old_logprobs_M=logprobs_M.detach() if batch.old_logprobs_M is None else batch.old_logprobs_M,
+            advantages_M=_like(batch.advantages_M, logprobs_M),
+            loss_weights_M=_like(batch.loss_weights_M, logprobs_M),
+            sequence_of_M=torch.tensor(batch.layout.sequence_of_M, device=logprobs_M.device),
+            num_sequences=batch.layout.num_sequences,
+            rollout_logprobs_M=None if rollout_logprobs_M is None else _like(rollout_logprobs_M, logprobs_M),
+            ref_logprobs_M=ref_logprobs_M,
         )
-        loss = policy_loss.loss
-        if self.algorithm.entropy_coefficient:
-            loss = loss - self.algorithm.entropy_coefficient * entropy_bonus(entropy_M, weights_M)
-        loss.backward()
+        result = microbatch_objective(self.algorithm, tokens)
+        result.loss.backward()
         self.optimizer.accumulate()
-        totals.add_rows(batch.layout, self.shape)
-        totals.add_loss(loss, policy_loss, entropy_M)
-        if batch.rollout_logprobs_M is not None:
-            totals.add_mismatch(old_logprobs_M, _like(batch.rollout_logprobs_M, old_logprobs_M))
+        totals.add(batch.layout, self.shape, result, entropy_M)
 
     def _apply(self, learning_rate: float) -> float:
         self.data_parallel.all_reduce_gradients(self.optimizer.masters)
