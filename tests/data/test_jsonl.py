@@ -7,13 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.data.jsonl import read_jsonl
+from ratoon.data.columns import source_row
+from ratoon.data.config import DataConfig
 from ratoon.data.rows import SourceRow
+from ratoon.data.source_files import read_files
 from ratoon.types import UserError
 
 
 def read(path: Path, answer_column: str = "answer") -> list[SourceRow]:
-    return read_jsonl(path, prompt_column="prompt", answer_column=answer_column)
+    (source,) = DataConfig(source=path.name, answer_column=answer_column).each_source()
+    rows = read_files(source, base_dir=path.parent)
+    return [source_row(row.values, source, id=row.id, where=row.where) for row in rows]
 
 
 def test_rows_carry_line_numbers_answers_and_other_columns(tmp_path: Path):
@@ -38,9 +42,9 @@ GOOD = b'{"prompt": "a", "answer": "b"}\n'
         (b'{"prompt": "a", "answer": }', ["line 2", "column 27", "broken JSON"]),
         (b'{"prompt": "a", "ans', ["line 2", "broken JSON"]),
         (b'{"prompt": "a", "answer": "b"} {"prompt": "c"}', ["line 2", "Extra data", "one whole JSON object"]),
-        (b'["a", "b"]', ["line 2", "JSON array", "object is needed"]),
-        (b"null", ["line 2", "JSON null"]),
-        (b'"text"', ["line 2", "JSON string"]),
+        (b'["a", "b"]', ["line 2", "an array", "object is needed"]),
+        (b"null", ["line 2", "null where"]),
+        (b'"text"', ["line 2", "text where"]),
         ("é".encode("latin-1"), ["line 2", "not UTF-8", "0xe9", "save the file as UTF-8"]),
         (b'{"prompt": "caf\xe9", "answer": "b"}', ["line 2", "not UTF-8", "position 15"]),
         (b"\x00\x01", ["line 2", "broken JSON"]),
@@ -52,12 +56,13 @@ GOOD = b'{"prompt": "a", "answer": "b"}\n'
         (b'{"prompt": "a", "reply": "b"}', ["line 2", 'no column "answer"', "prompt, reply", 'or to ""']),
         (b'{"prompt": "", "answer": "b"}', ["rows.jsonl:2", "prompt is empty"]),
         (b'{"prompt": " \\t\\n", "answer": "b"}', ["rows.jsonl:2", "prompt is empty"]),
-        (b'{"prompt": 3, "answer": "b"}', ["line 2", '"prompt" must be text', "JSON number"]),
-        (b'{"prompt": null, "answer": "b"}', ["line 2", '"prompt" must be text', "JSON null"]),
-        (b'{"prompt": [{"role": "user"}], "answer": "b"}', ["line 2", "JSON array"]),
-        (b'{"prompt": "a", "answer": null}', ["line 2", '"answer" must be text', "JSON null", 'answer_column = ""']),
-        (b'{"prompt": "a", "answer": true}', ["line 2", "JSON boolean"]),
-        (b'{"prompt": "a", "answer": {"x": 1}}', ["line 2", "JSON object"]),
+        (b'{"prompt": 3, "answer": "b"}', ["line 2", '"prompt" must be text', "got a number"]),
+        (b'{"prompt": null, "answer": "b"}', ["line 2", '"prompt" must be text', "got null", "data.bad_rows"]),
+        (b'{"prompt": {"role": "user"}, "answer": "b"}', ["line 2", "got an object"]),
+        (b'{"prompt": [{"role": "user"}], "answer": "b"}', ["line 2", "message 1", "needs role and content"]),
+        (b'{"prompt": "a", "answer": null}', ["line 2", '"answer" must be text', "got null", 'answer_column = ""']),
+        (b'{"prompt": "a", "answer": true}', ["line 2", "got a boolean"]),
+        (b'{"prompt": "a", "answer": {"x": 1}}', ["line 2", "got an object"]),
         (b'{"prompt": "a", "answer": NaN}', ["line 2", "NaN is not a JSON number"]),
         (b'{"prompt": "a", "answer": ' + b"9" * 5000 + b"}", ["line 2", "not readable as JSON"]),
         (b'{"prompt": "a", "answer": ' + b"[" * 200_000, ["line 2", "JSON"]),
@@ -100,7 +105,7 @@ def test_a_missing_file_names_its_neighbours(tmp_path: Path):
     with pytest.raises(UserError, match="nor does the folder"):
         read(tmp_path / "nowhere" / "train.jsonl")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"no \.jsonl file"):
+    with pytest.raises(UserError, match=r"no data file"):
         read(tmp_path / "empty" / "train.jsonl")
 
 

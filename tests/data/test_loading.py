@@ -145,10 +145,9 @@ def test_over_long_prompts_are_an_error_or_a_counted_drop(write_jsonl: WriteJson
         load(path, tokenizer, max_prompt_tokens=8)
     split = load(path, tokenizer, max_prompt_tokens=8, over_long="drop")
     assert [prompt.num_tokens for prompt in split.train] == [3, 4]
-    assert (split.report.num_over_long, split.report.num_dropped) == (2, 2)
-    assert (split.report.min_prompt_tokens, split.report.median_prompt_tokens, split.report.max_prompt_tokens) == (
-        3, 3.5, 4,
-    )  # fmt: skip
+    assert split.report.num_over_long == 2
+    lengths = split.report.lengths
+    assert (lengths.minimum, lengths.median, lengths.maximum) == (3, 3.5, 4)
     assert "2 over-long prompts" in split.report.lines()[0]
     assert load(path, tokenizer, max_prompt_tokens=12).report.num_over_long == 0, "the limit itself is allowed"
     with pytest.raises(UserError, match=r"all 4 prompts .* shortest has 3 tokens"):
@@ -164,7 +163,7 @@ def test_the_limit_counts_the_chat_template(write_jsonl: WriteJsonl, tokenizer: 
 
 
 def test_unknown_characters_are_named(write_jsonl: WriteJsonl):
-    path = write_jsonl([{"prompt": "abc", "answer": ""}, {"prompt": "a中c", "answer": ""}])
+    path = write_jsonl([{"prompt": "abc", "answer": "x"}, {"prompt": "a中c", "answer": "x"}])
     split = load(path, make_character_tokenizer())
     assert split.report.warnings == (
         "1 of 2 prompts hold words or characters that the tokenizer only knows as <unk>: rows.jsonl:2",
@@ -174,7 +173,7 @@ def test_unknown_characters_are_named(write_jsonl: WriteJsonl):
 
 
 def test_characters_a_tokenizer_drops_in_silence_are_named(write_jsonl: WriteJsonl):
-    path = write_jsonl([{"prompt": "abc", "answer": ""}, {"prompt": "a%é", "answer": ""}])
+    path = write_jsonl([{"prompt": "abc", "answer": "x"}, {"prompt": "a%é", "answer": "x"}])
     split = load(path, make_character_tokenizer("abc", unknown=None))
     assert split.report.warnings == (
         r"1 of 2 prompts hold characters that the tokenizer drops ('%', '\xe9'): rows.jsonl:2",
@@ -186,14 +185,14 @@ def test_characters_a_tokenizer_drops_in_silence_are_named(write_jsonl: WriteJso
 
 
 def test_a_byte_tokenizer_knows_every_character(write_jsonl: WriteJsonl, byte_tokenizer: PreTrainedTokenizerFast):
-    path = write_jsonl([{"prompt": "中文 🙂 é\u0301\u200b\x00", "answer": ""}])
+    path = write_jsonl([{"prompt": "中文 🙂 é\u0301\u200b", "answer": "x"}])
     split = load(path, byte_tokenizer)
     assert split.report.warnings == ()
     assert byte_tokenizer.decode(split.train[0].token_ids.tolist()) == split.train[0].text
 
 
 def test_an_unknown_token_that_is_written_out_is_not_unknown(write_jsonl: WriteJsonl):
-    path = write_jsonl([{"prompt": "a<unk>b", "answer": ""}, {"prompt": "b", "answer": ""}])
+    path = write_jsonl([{"prompt": "a<unk>b", "answer": "x"}, {"prompt": "b", "answer": "x"}])
     (warning,) = load(path, make_character_tokenizer()).report.warnings
     assert "spell out special tokens" in warning and "rows.jsonl:1" in warning
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import ratoon
-from ratoon.cli import bench, doctor, export, train
+from ratoon.cli import bench, data, doctor, export, train
 from ratoon.cli.complaint import complain
 from ratoon.types.errors import UserError
 
@@ -16,7 +16,7 @@ EXIT_INTERRUPTED = 130
 _OVERRIDE = re.compile(r"--[^=.]+\.")
 """A dotted key of the recipe: no option of a command has a dot before its `=`."""
 
-_COMMANDS = (train, export, doctor, bench)
+_COMMANDS = (train, data, export, doctor, bench)
 """In the order of the help. Each module has `register`, and imports what is heavy when it runs."""
 
 _EXAMPLE = """\

@@ -48,8 +48,13 @@ def create_generator(name: str, options: Mapping[str, Any], *, size: int, seed: 
         raise UserError(f'data.options: "{name}" refuses {dict(options)}: {cause_of(error)}') from error
 
 
-def generate_rows(name: str, options: Mapping[str, Any], *, size: int, seed: int) -> list[SourceRow]:
-    """`size` rows; a row's metadata is the whole entry, with the generator's name and options for its scorer."""
+def generate_rows(
+    name: str, options: Mapping[str, Any], *, size: int, seed: int, label: str | None = None
+) -> list[SourceRow]:
+    """`size` rows; a row's metadata is the whole entry, with the generator's name and options for its scorer.
+
+    label: what ids begin with; the generator's name when None.
+    """
     dataset = create_generator(name, options, size=size, seed=seed)
     rows: list[SourceRow] = []
     for index in range(size):
@@ -62,7 +67,7 @@ def generate_rows(name: str, options: Mapping[str, Any], *, size: int, seed: int
         answer = entry["answer"]
         rows.append(
             SourceRow(
-                id=f"{name}:{index}",
+                id=f"{label or name}:{index}",
                 prompt=entry["question"],
                 answer=None if answer is None else str(answer),  # None: many answers are right, the scorer knows
                 metadata={**entry, GENERATOR_KEY: name, OPTIONS_KEY: dict(options)},

@@ -6,8 +6,19 @@ from typing import Any
 
 from ratoon.types.errors import UserError
 
+SOURCE_KEY = "ratoon_source"
+"""In the metadata of prompts from several sources: the name of theirs. No column may be called so."""
+
 _SHOWN = 5
 _SHOWN_CHARACTERS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,21 +28,33 @@ class SourceRow:
     id: str
     """Becomes the prompt's id: source and row, such as `"sums.jsonl:17"`."""
 
-    prompt: str
-    """Not empty, and encodable as UTF-8."""
+    prompt: str | tuple[Message, ...]
+    """Text, or a conversation. Not empty, and encodable as UTF-8."""
 
     answer: str | None
     metadata: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        for what, text in (("prompt", self.prompt), ("answer", self.answer)):
+        for what, text in (("prompt", self.prompt_text), ("answer", self.answer)):
             if text is not None and not is_unicode(text):
                 raise UserError(
                     f"{self.id}: the {what} holds half of a surrogate pair, which is no character; "
                     "it was probably cut inside an emoji: repair or remove the row"
                 )
-        if not self.prompt.strip():
+        if not self.last_text.strip():
             raise UserError(f"{self.id}: the prompt is empty; remove the row or fill it in")
+
+    @property
+    def last_text(self) -> str:
+        """The prompt, or the last message of the conversation that it is."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return self.prompt[-1].content if self.prompt else ""
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt, or the messages of the conversation that it is, one after another."""
+        return self.prompt if isinstance(self.prompt, str) else "\n".join(message.content for message in self.prompt)
 
 
 def is_unicode(text: str) -> bool:
