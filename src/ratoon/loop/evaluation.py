@@ -176,17 +176,18 @@ def pass_interval(rates_Q: Sequence[float], *, max_draws_per_prompt: float) -> t
 
     rates_Q: [Q] in [0, 1], Q >= 1. Wilson's interval for a proportion (JASA 1927), with the effective number of
     independent draws that the spread over prompts leaves (Korn and Graubard, Survey Methodology 1998): as many as
-    give the standard error seen. They are at most `max_draws_per_prompt` a prompt, and Q where all prompts agree on 0
-    or 1. So 10 passes of 10 prompts are [0.72, 1], not [1, 1].
+    give the spread seen: Q for single answers, which makes it Wilson's own. They are at most `max_draws_per_prompt` a
+    prompt, and Q where there is one prompt, or all agree on 0 or 1. So 10 passes of 10 prompts are [0.72, 1], not [1, 1].
     """
     rates = np.asarray(rates_Q, np.float64)
     Q, mean = rates.size, float(rates.mean())
-    variance = float(rates.var(ddof=1)) / Q if Q > 1 else 0.0
-    is_certain = mean in (0.0, 1.0)
-    draws = float(Q)
-    if not is_certain and Q > 1:
-        most = Q * max_draws_per_prompt
-        draws = min(mean * (1 - mean) / variance, most) if variance > 0 else most
+    variance, most = float(rates.var()), Q * max_draws_per_prompt
+    if Q == 1 or mean in (0.0, 1.0):
+        draws = float(Q)
+    elif variance > 0:
+        draws = min(Q * mean * (1 - mean) / variance, most)
+    else:
+        draws = most
     scale = 1 + _Z**2 / draws
     centre = (mean + _Z**2 / (2 * draws)) / scale
     half = _Z / scale * math.sqrt(mean * (1 - mean) / draws + _Z**2 / (4 * draws**2))
