@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ratoon.ops import linear_logprob
 from ratoon.ops.logprob import tiling
-from ratoon.ops.logprob.entry import MIN_TEMPERATURE
+from ratoon.ops.logprob.checks import MIN_TEMPERATURE
 from ratoon.ops.logprob.projection import drop_negligible_
 
 OPTIONS: list[dict[str, Any]] = [

@@ -13,11 +13,16 @@ from ratoon.types import SamplingParams
 
 
 def test_sampling_params_carry_the_settings_and_the_seed():
-    config = RolloutConfig(temperature=0.7, max_response_tokens=5, stop=("\n",), prompts_per_step=3, group_size=5)
-    assert config.sampling_params(seed=4) == SamplingParams(
-        temperature=0.7, max_response_tokens=5, stop=("\n",), seed=4
-    )
+    kept: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "max_response_tokens": 5}
+    config = RolloutConfig(**kept, stop=("\n",), prompts_per_step=3, group_size=5)
+    assert config.sampling_params(seed=4) == SamplingParams(**kept, stop=("\n",), seed=4)
     assert config.responses_per_step == 15
+    assert not RolloutConfig().sampling_params(seed=0).is_truncated
+
+
+def test_the_steps_supports_are_shared_out_evenly():
+    config = RolloutConfig(prompts_per_step=3, group_size=5, max_support_mib=2)
+    assert config.max_support_ids == 2 * 2**20 // 4 // 15
 
 
 @pytest.mark.parametrize(
@@ -34,7 +39,14 @@ def test_sampling_params_carry_the_settings_and_the_seed():
         ("max_concurrent_responses", 0),
         ("cache_tokens", 0),
         ("timeout_s", 0.0),
-        ("top_p", 0.9),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", float("nan")),
+        ("top_k", -1),
+        ("top_k", 1),
+        ("min_p", -0.1),
+        ("min_p", 1.0),
+        ("max_support_mib", 0),
     ],
 )
 def test_nonsense_is_refused_by_name(key: str, value: Any):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.types import FinishReason, Prompt, Response, RolloutGroup
+from ratoon.types import FinishReason, Prompt, Response, RolloutGroup, SampledSupport
 
 BAD_TOKEN_IDS: list[tuple[Any, str]] = [
     ([1, -100], r"must lie in \[0, 2\*\*31\), got -100 to 1; padding or ignore indices \(such as -100\)"),
@@ -109,6 +109,65 @@ def test_policy_versions_belong_to_tokens():
         Response(np.asarray([1, 2]), policy_versions=np.asarray([0]))
 
 
+def support(*kept: list[int]) -> SampledSupport:
+    return SampledSupport.of([np.array(ids, np.int32) for ids in kept])
+
+
+@pytest.mark.parametrize(
+    ("offsets", "token_ids", "message"),
+    [
+        ([1, 2], [5, 6], "must rise from 0"),
+        ([], [], "must rise from 0"),
+        ([[0, 1]], [5], "must rise from 0"),
+        ([0, 2, 2], [5, 6], "at least one kept token for each response token"),
+        ([0, 2, 1], [5, 6], "must rise from 0"),
+        ([0, 2], [5, 6, 7], r"must hold 2 kept token ids, got shape \(3,\)"),
+        ([0, 2], [6, 5], "in ascending order"),
+        ([0, 1, 3], [9, 5, 5], "distinct"),
+        ([0, 2], [-1, 5], "not negative"),
+    ],
+)
+def test_bad_supports_are_refused(offsets: Any, token_ids: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        SampledSupport(offsets, token_ids)
+
+
+def test_a_support_is_a_read_only_copy():
+    ids = np.array([2, 3, 1], np.int32)
+    held = SampledSupport(np.array([0, 2, 3]), ids)
+    ids[0] = 1
+    assert held.token_ids.tolist() == [2, 3, 1] and held.num_tokens == 2
+    for array in (held.offsets, held.token_ids):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 5
+
+
+@given(st.lists(st.lists(st.sets(st.integers(0, 9), min_size=1), max_size=4), max_size=4))
+def test_supports_are_concatenated_in_order(kept: list[list[set[int]]]):
+    parts = [support(*(sorted(ids) for ids in response)) for response in kept]
+    whole = SampledSupport.concatenate(parts)
+    flat = [sorted(ids) for response in kept for ids in response]
+    assert [ids.tolist() for ids in np.split(whole.token_ids, whole.offsets[1:-1])][: len(flat)] == flat
+    assert whole.num_tokens == len(flat)
+
+
+@given(st.lists(st.tuples(st.sets(st.integers(0, 5), min_size=1), st.integers(0, 5)), max_size=6))
+def test_missing_tokens_are_found(pairs: list[tuple[set[int], int]]):
+    kept = support(*(sorted(ids) for ids, _ in pairs))
+    expected = [index for index, (ids, token) in enumerate(pairs) if token not in ids]
+    assert kept.missing(np.array([token for _, token in pairs], np.int64)).tolist() == expected
+
+
+def test_a_response_was_drawn_among_its_support():
+    response = Response(np.asarray([4, 6]), support=support([4, 5], [6]))
+    assert response.support is not None and response.support.num_tokens == 2
+    with pytest.raises(ValueError, match="support is of 1 tokens, the response has 2"):
+        Response(np.asarray([4, 6]), support=support([4]))
+    with pytest.raises(ValueError, match="response token 1, 6, is not among the tokens"):
+        Response(np.asarray([4, 6]), support=support([4, 5], [7]))
+    assert Response(np.empty(0, np.int64), support=support()).num_tokens == 0
+
+
 def test_an_empty_response_is_legal():
     empty = np.empty(0, np.int64)
     response = Response(empty, rollout_logprobs=np.empty(0, np.float32), policy_versions=empty)
@@ -181,11 +240,12 @@ def test_metadata_by_default_is_empty_and_each_prompts_own():
 
 def test_groups_travel_between_processes():
     """Reward workers, Ray and multiprocessing pickle what they are given."""
-    response = Response(np.asarray([3]), rollout_logprobs=np.asarray([-0.5], np.float32))
+    response = Response(np.asarray([3]), rollout_logprobs=np.asarray([-0.5], np.float32), support=support([2, 3]))
     sent = RolloutGroup(Prompt("p", np.asarray([1, 2])), (response,), rewards_N=np.asarray([1.0]))
     for received in (pickle.loads(pickle.dumps(sent)), copy.deepcopy(sent)):
         assert received.prompt.id == "p"
         assert received.prompt.token_ids.tolist() == [1, 2]
         (other,) = received.responses
         assert other.rollout_logprobs is not None and other.rollout_logprobs.tolist() == [-0.5]
+        assert other.support is not None and other.support.token_ids.tolist() == [2, 3]
         assert received.rewards_N is not None and received.rewards_N.tolist() == [1.0]

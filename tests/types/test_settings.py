@@ -17,6 +17,12 @@ from ratoon.types import ModelShape, SamplingParams, UserError
         ({"temperature": -0.1}, r"rollout\.temperature must be finite and not negative, got -0\.1"),
         ({"temperature": float("nan")}, "got nan"),
         ({"temperature": float("inf")}, "got inf"),
+        ({"top_p": 0.0}, r"rollout\.top_p must lie in \(0, 1\], got 0\.0"),
+        ({"top_p": 1.5}, "got 1.5"),
+        ({"top_p": float("nan")}, "got nan"),
+        ({"top_k": -1}, r"rollout\.top_k must not be negative, got -1"),
+        ({"min_p": -0.1}, r"rollout\.min_p must lie in \[0, 1\], got -0\.1"),
+        ({"min_p": float("nan")}, "got nan"),
         ({"max_response_tokens": 0}, r"rollout\.max_response_tokens must be at least 1, got 0"),
         ({"stop": ("</s>", "")}, "empty string"),
     ],
@@ -24,6 +30,12 @@ from ratoon.types import ModelShape, SamplingParams, UserError
 def test_nonsense_sampling_is_refused(given: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**given)
+
+
+@pytest.mark.parametrize("given", [{"top_p": 0.999}, {"top_k": 100_000}, {"min_p": 1e-9}])
+def test_each_filter_alone_truncates(given: dict[str, Any]):
+    assert SamplingParams(**given).is_truncated
+    assert not SamplingParams(temperature=0.5, stop=("x",)).is_truncated
 
 
 def test_greedy_sampling_is_legal():

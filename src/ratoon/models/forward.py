@@ -2,6 +2,8 @@
 
 # Shape letters: T rows, M scored tokens, C channels, V vocabulary.
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -9,7 +11,7 @@ from transformers import PreTrainedModel
 from ratoon.layout import PackedLayout
 from ratoon.models.forest import Forest
 from ratoon.models.interface import attachment_of, head_of
-from ratoon.ops import linear_logprob
+from ratoon.ops import linear_logprob, support_logprob
 from ratoon.types.rollouts import SampledSupport
 
 
@@ -19,11 +21,12 @@ def forward_logprobs(
     """Log-prob and entropy (nats) of each scored token: [M], [M], differentiable.
 
     temperature: divides the logits, after the model's own logit scale and cap, as in sampling.
-    support: of M tokens; log-prob and entropy are then those of the distribution over each token's kept tokens.
+    support: of M tokens; log-prob and entropy are then those of the distribution over each token's kept tokens, which
+    is what truncated sampling drew from. The sets stay as they were in rollout while the model moves.
 
     The decoder's body runs once over the layout's rows; the head only where a token is scored. A layout without
     scored tokens gives empty results and does not run the model. Raises ValueError where a token id is not
-    in the model's vocabulary.
+    in the model's vocabulary, and where `support` is not of the layout's scored tokens.
     """
     attachment = attachment_of(model)
     if not isinstance(layout, PackedLayout):
@@ -33,24 +36,34 @@ def forward_logprobs(
         )
     head = head_of(model)
     _check_vocabulary(layout, head.weight.shape[0])
+    if support is not None and support.num_tokens != layout.num_scored:
+        raise ValueError(
+            f"support is of {support.num_tokens} tokens, the layout scores {layout.num_scored}; "
+            "concatenate the supports of the layout's responses, in its order"
+        )
     if layout.num_scored == 0:
         dtype = torch.promote_types(head.weight.dtype, torch.float32)
         empty_M = torch.zeros(0, dtype=dtype, device=head.weight.device)
         return empty_M, empty_M.clone()
-    assert support is None, "log-probs over kept tokens are not computed yet"
-    return score_forest(model, Forest.build(layout, device=model.device, impl=attachment.impl), temperature)
+    forest = Forest.build(layout, device=model.device, impl=attachment.impl)
+    return score_forest(model, forest, temperature, support=support)
 
 
-def score_forest(model: PreTrainedModel, forest: Forest, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def score_forest(
+    model: PreTrainedModel, forest: Forest, temperature: float = 1.0, *, support: SampledSupport | None = None
+) -> tuple[Tensor, Tensor]:
     """`forward_logprobs` of a layout that is already on its device and has a scored token."""
     attachment = attachment_of(model)
     head = head_of(model)
     hidden_TC = model.base_model(input_ids=forest.token_ids_1T, forest=forest, use_cache=False)[0][0]
     predictor_row_M = torch.tensor(forest.layout.predictor_row_M, device=hidden_TC.device, dtype=torch.int64)
-    return linear_logprob(
-        hidden_TC.index_select(0, predictor_row_M),
+    hidden_MC = hidden_TC.index_select(0, predictor_row_M)
+    target_M = torch.tensor(forest.layout.target_M, device=hidden_TC.device)
+    score = linear_logprob if support is None else partial(support_logprob, support=support)
+    return score(
+        hidden_MC,
         head.weight,
-        torch.tensor(forest.layout.target_M, device=hidden_TC.device),
+        target_M,
         temperature=temperature,
         bias=head.bias,
         logit_scale=attachment.logit_scale,

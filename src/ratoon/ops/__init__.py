@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ratoon.ops.logprob.entry import linear_logprob
+    from ratoon.ops.logprob.support import support_logprob
 
-_HOMES = {"linear_logprob": "logprob.entry"}
+_HOMES = {"linear_logprob": "logprob.entry", "support_logprob": "logprob.support"}
 
-__all__ = ["linear_logprob"]
+__all__ = ["linear_logprob", "support_logprob"]
 
 
 def __getattr__(name: str) -> Any:

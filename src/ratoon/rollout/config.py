@@ -6,6 +6,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ratoon.types.sampling import SamplingParams
 
+_BYTES_PER_KEPT_ID = 4
+"""`SampledSupport.token_ids` are int32."""
+
 
 class RolloutConfig(BaseModel):
     """The `[rollout]` table of a recipe."""
@@ -24,6 +27,16 @@ class RolloutConfig(BaseModel):
     temperature: float = Field(default=1.0, ge=1e-6, le=1e6)
     """Divides the logits, in rollout and in training alike."""
 
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draw among the fewest likeliest tokens whose probabilities add up to at least this; 1 keeps all. Training scores
+    each token among those that were kept for it in rollout. After `temperature` and `top_k`, before `min_p`."""
+
+    top_k: int = Field(default=0, ge=0)
+    """Draw among this many likeliest tokens, at least 2; 0 keeps all."""
+
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Draw among tokens at least this many times as likely as the likeliest; 0 keeps all."""
+
     max_response_tokens: int = Field(default=256, ge=1)
     """A response is cut after this many tokens, EOS included."""
 
@@ -37,6 +50,11 @@ class RolloutConfig(BaseModel):
     """Cap of the key/value cache in tokens, a prompt counted once for its group. When absent it holds what
     `max_concurrent_responses` of the longest prompts and responses so far can fill; never all free memory."""
 
+    max_support_mib: int = Field(default=1024, ge=1)
+    """MiB of main memory for the ids of the kept tokens of one step, 4 bytes each, an equal share for each response.
+    `top_k` bounds them (`max_response_tokens * top_k` a response); `top_p` and `min_p` keep most of the vocabulary
+    where a distribution is flat. More ends the run and says so."""
+
     timeout_s: float = Field(default=300.0, gt=0, le=604_800, allow_inf_nan=False)
     """A generate call that sees no new token for this many seconds ends the run and says what it waited for."""
 
@@ -47,14 +65,29 @@ class RolloutConfig(BaseModel):
             raise ValueError("holds an empty string, which would end every response at once; remove it")
         return stop
 
+    @field_validator("top_k")
+    @classmethod
+    def _leaves_a_choice(cls, top_k: int) -> int:
+        if top_k == 1:
+            raise ValueError("leaves one token to draw, with log-prob 0 and nothing to learn; use 0 (all), 2 or more")
+        return top_k
+
     @property
     def responses_per_step(self) -> int:
         return self.prompts_per_step * self.group_size
+
+    @property
+    def max_support_ids(self) -> int:
+        """Kept token ids that one response may record, on average over its group."""
+        return (self.max_support_mib << 20) // _BYTES_PER_KEPT_ID // self.responses_per_step
 
     def sampling_params(self, seed: int) -> SamplingParams:
         """The distribution to train on; `seed` is the run's."""
         return SamplingParams(
             temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
             max_response_tokens=self.max_response_tokens,
             stop=self.stop,
             seed=seed,

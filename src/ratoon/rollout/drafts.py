@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ratoon.rollout.draws import response_key
 from ratoon.rollout.stopping import StopStrings, decode
-from ratoon.types import FinishReason, Prompt, Response, RolloutGroup, SamplingParams
+from ratoon.rollout.truncation import Truncation
+from ratoon.types import FinishReason, Prompt, Response, RolloutGroup, SampledSupport, SamplingParams, UserError
 
 
 @dataclass(slots=True)
@@ -40,6 +42,29 @@ class Ending:
 
 
 @dataclass(slots=True, eq=False)
+class SupportBudget:
+    """How many kept token ids the responses of one group may record."""
+
+    prompt_id: str | int
+    max_ids: int
+    num_ids: int = 0
+    num_tokens: int = 0
+
+    def spend(self, num_ids: int) -> None:
+        """Of one token. Raises UserError where the group's ids no longer fit."""
+        self.num_ids += num_ids
+        self.num_tokens += 1
+        if self.num_ids > self.max_ids:
+            raise UserError(
+                f"prompt {self.prompt_id!r}: its responses' {self.num_tokens:,} tokens so far were drawn among "
+                f"{self.num_ids / self.num_tokens:,.0f} kept tokens each, {self.num_ids:,} ids in all, over the "
+                f"{self.max_ids:,} that are the group's share of rollout.max_support_mib; training needs them all: set "
+                "top_k (1000 changes little), lower top_p or raise min_p, or raise rollout.max_support_mib if the "
+                "machine has the memory"
+            )
+
+
+@dataclass(slots=True, eq=False)
 class ResponseDraft:
     """What one response has so far."""
 
@@ -47,12 +72,22 @@ class ResponseDraft:
     """Of its draws (`response_key`)."""
 
     temperature: float
+    truncation: Truncation | None
     ending: Ending
     stamp: PolicyStamp
+    budget: SupportBudget
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    kept: list[NDArray[np.int32]] = field(default_factory=list)
+    """The ids that each token was drawn among; stays empty without truncation."""
+
     finish_reason: FinishReason | None = None
+
+    def draw_among(self, kept: NDArray[np.int32]) -> None:
+        """What the next token to be taken was drawn among. Raises UserError where it does not fit the budget."""
+        self.kept.append(kept)
+        self.budget.spend(kept.size)
 
     def take(self, token_id: int, logprob: float) -> bool:
         """Append a token; true when it ends the response."""
@@ -60,6 +95,8 @@ class ResponseDraft:
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         self.versions.append(self.stamp.version)
+        num_kept_sets = 0 if self.truncation is None else len(self.token_ids)
+        assert len(self.kept) == num_kept_sets, f"{len(self.token_ids)} tokens were drawn among {len(self.kept)} sets"
         self.finish_reason = self.ending.reason(self.token_ids)
         return self.finish_reason is not None
 
@@ -75,6 +112,7 @@ class ResponseDraft:
             text=text,
             finish_reason=self.finish_reason or FinishReason.ABORT,
             policy_versions=np.array(self.versions, np.int64),
+            support=None if self.truncation is None else SampledSupport.of(self.kept),
         )
 
 
@@ -88,16 +126,28 @@ class GroupDraft:
 
     @classmethod
     def start(
-        cls, prompt: Prompt, group_size: int, sampling: SamplingParams, step: int, ending: Ending, stamp: PolicyStamp
+        cls,
+        prompt: Prompt,
+        group_size: int,
+        sampling: SamplingParams,
+        step: int,
+        *,
+        ending: Ending,
+        stamp: PolicyStamp,
+        max_support_ids: int,
     ) -> "GroupDraft":
+        """max_support_ids: kept token ids that one response may record, on average over the group."""
+        budget = SupportBudget(prompt.id, group_size * max_support_ids)
         return cls(
             prompt=prompt,
             drafts=tuple(
                 ResponseDraft(
                     key=response_key(sampling.seed, step, prompt.id, index),
                     temperature=sampling.temperature,
+                    truncation=Truncation.of(sampling),
                     ending=ending,
                     stamp=stamp,
+                    budget=budget,
                 )
                 for index in range(group_size)
             ),

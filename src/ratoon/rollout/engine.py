@@ -26,11 +26,13 @@ class RolloutEngine(Protocol):
         position in the response, and on nothing else: not on the batch, the order of calls or any global generator.
         Two calls that agree in all of them draw alike, so prompt ids should differ within a step.
 
-        `rollout_logprobs` are those of the temperature-scaled distribution over the whole vocabulary; greedy
-        responses (temperature 0) have none. `policy_versions` stamps each token. `text` is the response decoded
-        without special tokens, up to and including the stop string where one ended it.
+        `rollout_logprobs` are those of the distribution that was drawn from: temperature-scaled, and renormalised over
+        the tokens that `sampling` keeps, which `support` names where it leaves any out. Greedy responses (temperature
+        0) have neither. `policy_versions` stamps each token. `text` is the response decoded without special tokens, up
+        to and including the stop string where one ended it.
 
-        Raises `UserError` for a prompt the model or the cache cannot hold, `RolloutStalledError` when no token appears
+        Raises `UserError` for a prompt the model or the cache cannot hold and for supports over
+        `rollout.max_support_mib`, `RolloutStalledError` when no token appears
         for `rollout.timeout_s`, `RolloutError` for any other failure. Cancelling the call withdraws its responses.
         """
         ...

@@ -112,6 +112,10 @@ class SampledSupport:
             raise ValueError("support offsets must rise from 0, at least one kept token for each response token")
         if token_ids.shape != (int(offsets[-1]),):
             raise ValueError(f"support must hold {int(offsets[-1])} kept token ids, got shape {token_ids.shape}")
+        is_rising = np.diff(token_ids) > 0
+        is_rising[offsets[1:-1] - 1] = True  # from one token's ids to the next one's
+        if (token_ids < 0).any() or not is_rising.all():
+            raise ValueError("each token's kept ids must be distinct, in ascending order and not negative")
         for name, array in (("offsets", offsets), ("token_ids", token_ids)):
             array.setflags(write=False)
             object.__setattr__(self, name, array)
@@ -120,6 +124,19 @@ class SampledSupport:
     def num_tokens(self) -> int:
         """R."""
         return self.offsets.size - 1
+
+    def missing(self, token_ids: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """Where `token_ids` [R] are not among the kept ones: indices in [0, R), ascending."""
+        if self.num_tokens == 0:
+            return np.empty(0, np.int64)
+        is_drawn = np.repeat(token_ids, np.diff(self.offsets)) == self.token_ids
+        return np.flatnonzero(~np.logical_or.reduceat(is_drawn, self.offsets[:-1]))
+
+    @classmethod
+    def of(cls, kept: Sequence[NDArray[np.int32]]) -> "SampledSupport":
+        """From the kept token ids of each of R tokens."""
+        counts = np.array([0, *(ids.size for ids in kept)], np.int64)
+        return cls(np.cumsum(counts), np.concatenate([np.empty(0, np.int32), *kept]))
 
     @classmethod
     def concatenate(cls, supports: "Sequence[SampledSupport]") -> "SampledSupport":
@@ -172,8 +189,15 @@ class Response:
             versions = versions.astype(np.int64)
             _check_one_per_token(versions, tokens.size, "policy_versions")
             object.__setattr__(self, "policy_versions", versions)
-        if self.support is not None and self.support.num_tokens != tokens.size:
-            raise ValueError(f"support is of {self.support.num_tokens} tokens, the response has {tokens.size}")
+        if self.support is not None:
+            if self.support.num_tokens != tokens.size:
+                raise ValueError(f"support is of {self.support.num_tokens} tokens, the response has {tokens.size}")
+            missing = self.support.missing(tokens)
+            if missing.size:
+                raise ValueError(
+                    f"response token {missing[0]}, {tokens[missing[0]]}, is not among the tokens that its support says "
+                    "it was drawn among; check what the engine returned"
+                )
         if self.routed_experts is not None:
             experts = np.array(self.routed_experts, np.int16)
             if experts.ndim != 3 or experts.shape[0] < tokens.size:

@@ -6,13 +6,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The distribution that responses are drawn from, and where they end."""
+    """The distribution that responses are drawn from, and where they end.
+
+    The order of what leaves tokens out is that of transformers: the temperature divides the logits, then `top_k` keeps
+    the likeliest tokens, `top_p` the likeliest of these by their renormalised probabilities, and `min_p` those of them
+    that are likely enough beside the likeliest. Equally likely tokens rank by token id, the lowest first, so each
+    leaves a well defined set, the likeliest token always in it.
+    """
 
     temperature: float = 1.0
     """Divides the logits; 0 takes the likeliest token (evaluation only: such samples cannot be trained on)."""
 
     top_p: float = 1.0
-    """Draw among the likeliest tokens whose probabilities add up to this; 1 keeps all."""
+    """Draw among the fewest likeliest tokens whose probabilities add up to at least this; 1 keeps all."""
 
     top_k: int = 0
     """Draw among this many likeliest tokens; 0 keeps all."""

@@ -1,6 +1,7 @@
 """Log-probability and entropy of scored tokens, straight from hidden states.
 
-`entry` is the public call, its checks and its place in autograd; `scoring` goes through the vocabulary forward and
-`gradients` backward, both over the tiles of logits that `projection` makes. `transform` says what a logit is, `tiling`
-how large a tile is.
+Over the whole vocabulary: `entry` is the public call and its place in autograd; `scoring` goes through the vocabulary
+forward and `gradients` backward, both over the tiles of logits that `projection` makes; `tiling` says how large a tile
+is. Over the tokens that truncated sampling kept: `support` is the public call, and `kept_pairs` evaluates their logits
+and gradients. `transform` says what a logit is and `checks` what is refused, alike for both.
 """

@@ -28,9 +28,14 @@ class LogitTransform:
         return self.logit_scale / (self.temperature if self.softcap is None else self.softcap)
 
     @property
-    def gain_out_bits(self) -> float:
+    def gain_out(self) -> float:
         """Multiplies y; above 0, so that the largest y has the largest logit."""
-        return LOG2_E if self.softcap is None else self.softcap / self.temperature * LOG2_E
+        return 1.0 if self.softcap is None else self.softcap / self.temperature
+
+    @property
+    def gain_out_bits(self) -> float:
+        """`gain_out`, for logits in units of log 2."""
+        return self.gain_out * LOG2_E
 
     @property
     def slope(self) -> float:

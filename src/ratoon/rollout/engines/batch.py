@@ -32,7 +32,7 @@ class StepReport:
 
     finished: tuple[GroupDraft, ...] = ()
     failed: tuple[GroupDraft, ...] = ()
-    error: RolloutError | None = None
+    error: RolloutError | UserError | None = None
     """Why `failed` failed."""
 
     made_progress: bool = False
@@ -158,7 +158,7 @@ class GenerationBatch:
         self.withdraw(failed.values())
         self._processor = None
         self._num_blocks = 0
-        if isinstance(error, RolloutError):
+        if isinstance(error, RolloutError | UserError):
             return StepReport(failed=tuple(failed.values()), error=error)
         names = ", ".join(repr(group.prompt.id) for group in list(failed.values())[:3])
         wrapped = RolloutError(

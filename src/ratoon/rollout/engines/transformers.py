@@ -68,7 +68,15 @@ class TransformersEngine:
         self._check_open()
         self._check_request(prompt, group_size, sampling)
         ending = Ending(self._eos_ids, StopStrings(sampling.stop, self._tokenizer), sampling.max_response_tokens)
-        draft = GroupDraft.start(prompt, group_size, sampling, step, ending, self._stamp)
+        draft = GroupDraft.start(
+            prompt,
+            group_size,
+            sampling,
+            step,
+            ending=ending,
+            stamp=self._stamp,
+            max_support_ids=self._config.max_support_ids,
+        )
         call = _Call(draft, asyncio.get_running_loop().create_future())
         self._calls[id(draft)] = call
         self._worker.submit(lambda: self._batch.add(draft))
@@ -190,7 +198,7 @@ class TransformersEngine:
             assert report.error is not None, "a step that failed responses gives its reason"
             self._resolve(draft, report.error)
 
-    def _resolve(self, draft: GroupDraft, result: RolloutGroup | RolloutError) -> None:
+    def _resolve(self, draft: GroupDraft, result: RolloutGroup | RolloutError | UserError) -> None:
         call = self._calls.pop(id(draft), None)
         if call is None or call.done.done():
             return
