@@ -1,16 +1,18 @@
 # make demo       trains the quick-start recipe to a visibly rising reward (two CPU cores, minutes)
 # make test       every gate, as in CI; long drills are sampled
 # make test-full  every gate with the long drills whole
+# make test-trl   our losses against TRL's, in an environment of their own (.venv-trl)
 # make setup      the environment in .venv (the others call it)
 
 PYTHON ?= python3
 SEED ?= 0
 VENV := .venv
+TRL_VENV := .venv-trl
 BIN := $(VENV)/bin
 # Two test processes on two cores: more threads in each would only contend.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: setup demo test test-full lint format clean
+.PHONY: setup demo test test-full test-trl lint format clean
 
 setup: $(VENV)/.installed
 
@@ -33,14 +35,24 @@ lint: setup
 	$(BIN)/lint-imports
 
 test: lint
-	$(PYTEST) -m "not gpu and not full"
+	$(PYTEST) -m "not gpu and not trl and not full"
 
 test-full: lint
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not trl"
+
+test-trl: $(TRL_VENV)/.installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TRL_VENV)/bin/python -m pytest -q -n 2 tests/peers
+
+$(TRL_VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy
+	$(TRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . trl datasets \
+		hypothesis pytest pytest-timeout pytest-xdist
+	@touch $@
 
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) $(TRL_VENV) build dist src/*.egg-info
