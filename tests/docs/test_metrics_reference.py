@@ -4,12 +4,14 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ratoon.loop.diagnosis import StepDiagnosis
-from ratoon.loop.evaluation import Evaluation
+from ratoon.loop.evaluation import Answers, measure
 from ratoon.trainer.rollout_table import ROLLOUT_SCHEMA
 from ratoon.trainer.step_result import StepResult
+from ratoon.types import Prompt, Response, RolloutGroup
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -29,8 +31,14 @@ def test_every_field_of_a_training_step_is_documented(record: type):
 
 
 def test_every_field_of_an_evaluation_is_documented():
-    names = {field.name for field in fields(Evaluation)}
-    assert names == documented("Rows of an evaluation")
+    answers = Answers(num_responses_asked=2, generated=(), scored=(_scored_group(),))
+    names = measure(answers, group_size=2, pass_threshold=1).metrics()
+    assert {re.sub(r"pass_at_\d+", "pass_at_K", name) for name in names} == documented("Rows of an evaluation")
+
+
+def _scored_group() -> RolloutGroup:
+    response = Response(np.ones(1, int))
+    return RolloutGroup(Prompt("p", np.ones(1, int)), (response, response), np.ones(2))
 
 
 def test_every_column_of_the_rollouts_is_documented():

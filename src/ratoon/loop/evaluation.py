@@ -177,7 +177,7 @@ def pass_interval(rates_Q: Sequence[float], *, max_draws_per_prompt: float) -> t
     rates_Q: [Q] in [0, 1], Q >= 1. Wilson's interval for a proportion (JASA 1927), with the effective number of
     independent draws that the spread over prompts leaves (Korn and Graubard, Survey Methodology 1998): as many as
     give the spread seen: Q for single answers, which makes it Wilson's own. They are at most `max_draws_per_prompt` a
-    prompt, and Q where there is one prompt, or all agree on 0 or 1. So 10 passes of 10 prompts are [0.72, 1], not [1, 1].
+    prompt, and Q where there is one prompt, or all agree on 0 or 1. So 10 passes of 10 are [0.72, 1].
     """
     rates = np.asarray(rates_Q, np.float64)
     Q, mean = rates.size, float(rates.mean())

@@ -1,0 +1,103 @@
+"""One evaluation of one model, outside any run."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from ratoon.config.recipe import Recipe
+from ratoon.data import load_prompts
+from ratoon.loop.evaluation import Answers, Evaluation, answer, measure
+from ratoon.loop.inputs import check_attention, load_model, resolve_device
+from ratoon.models import load_tokenizer
+from ratoon.rewards import RewardPool
+from ratoon.rollout import RolloutEngine, build_engine
+from ratoon.types.errors import UserError
+from ratoon.types.rollouts import Prompt, RolloutGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationTask:
+    """What is evaluated, and on what."""
+
+    recipe: Recipe
+    """Its model, data, reward, rollout and evaluation tables count; and `run.seed`, `trainer.device`."""
+
+    base_dir: Path
+    """Files that the recipe names are relative to it."""
+
+    checkpoint: Path | None
+    """Whose weights and tokenizer are taken; None: those that the model table names."""
+
+    heldout_only: bool
+    """Only the prompts that a run of this recipe holds out; else all of the data."""
+
+    max_prompts: int | None
+    """The first so many prompts; None: all."""
+
+
+def evaluate_model(
+    task: EvaluationTask, *, warn: Callable[[str], object]
+) -> tuple[Evaluation, tuple[RolloutGroup, ...]]:
+    """The figures, and the scored responses they come from.
+
+    It draws what the run's own evaluations draw, for the same prompts and settings. Raises UserError for what the user
+    must change, before the model loads wherever that can be known.
+    """
+    disable_progress_bar()
+    recipe = task.recipe
+    device = resolve_device(recipe.trainer.device)
+    check_attention(recipe.model.attention)
+    path = task.checkpoint or recipe.model.path
+    assert path is not None, "without a checkpoint the model table names a folder"
+    tokenizer = load_tokenizer(
+        str(path), eos_token=recipe.model.eos_token, trust_remote_code=recipe.model.trust_remote_code
+    )
+    split = load_prompts(recipe.data, tokenizer, base_dir=task.base_dir)
+    for line in split.report.warnings:
+        warn(line)
+    prompts = (split.heldout if task.heldout_only else (*split.train, *split.heldout))[: task.max_prompts]
+    most_tokens = recipe.evaluation.max_response_tokens or recipe.rollout.max_response_tokens
+    with RewardPool(recipe.reward, base_dir=task.base_dir, max_response_tokens=most_tokens) as rewards:
+        rewards.check(prompts, split.columns)
+        model = load_model(recipe, tokenizer, checkpoint=task.checkpoint, device=device)
+        engine = build_engine(recipe.rollout, model, tokenizer, device)
+        answers = _unwrapped(lambda: asyncio.run(_answer(engine, prompts, recipe, rewards, warn)))
+    config = recipe.evaluation
+    return measure(answers, group_size=config.group_size, pass_threshold=config.pass_threshold), answers.scored
+
+
+async def _answer(
+    engine: RolloutEngine, prompts: Sequence[Prompt], recipe: Recipe, rewards: RewardPool, warn: Callable[[str], object]
+) -> Answers:
+    async def score(groups: Sequence[RolloutGroup]) -> Sequence[RolloutGroup]:
+        scored = await rewards.score(groups)
+        for sentence in scored.warnings().values():
+            warn(sentence)
+        return scored.groups
+
+    try:
+        return await answer(
+            engine,
+            prompts,
+            group_size=recipe.evaluation.group_size,
+            sampling=recipe.evaluation.sampling_params(recipe.rollout.sampling_params(recipe.run.seed)),
+            score=score,
+        )
+    finally:
+        await engine.close()
+
+
+def _unwrapped(run: Callable[[], Answers]) -> Answers:
+    """Concurrent tasks fail as a group, of which the first error is the cause."""
+    try:
+        return run()
+    except BaseExceptionGroup as group:
+        cause: BaseException = group
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        if isinstance(cause, UserError):
+            raise cause from None
+        raise cause from group

@@ -1,0 +1,171 @@
+"""`ratoon eval`: a run's checkpoint or any model folder, on the run's prompts or any others."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from tests.loop.tiny_run import WORDS, metrics_rows, write_tiny_recipe
+
+from ratoon.cli.main import main
+
+Eval = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny recipe and its run of six steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_tiny_recipe(folder)
+    options = ["--evaluation.every_steps=2", "--evaluation.group_size=2", "--evaluation.pass_threshold=0.5"]
+    assert main(["train", str(folder / "recipe.toml"), *options]) == 0
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path) -> Path:
+    return trained / "runs" / "tiny"
+
+
+@pytest.fixture
+def evaluate(trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Eval:
+    """`ratoon eval ARGUMENTS`, started in the recipe's folder."""
+    monkeypatch.chdir(trained)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = main(["eval", *map(str, arguments)])
+        shown = capsys.readouterr()
+        return status, shown.out, shown.err
+
+    return call
+
+
+@pytest.fixture
+def model(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    assert main(["export", str(run), str(tmp_path / "model")]) == 0
+    return tmp_path / "model"
+
+
+def test_run_is_evaluated_as_the_run_itself_does(run: Path, evaluate: Eval):
+    """Same weights, prompts and draws: the very figures of the last evaluation in training."""
+    status, out, err = evaluate(run, "--json")
+    assert status == 0, err
+    found, last = json.loads(out), metrics_rows(run, "evaluate")[-1]
+    assert last["step"] == 6
+    shared = found.keys() & last.keys()
+    assert {"reward_mean", "reward_standard_error", "pass_at_1", "pass_at_2_low", "truncated_fraction"} <= shared
+    assert {name: found[name] for name in shared} == {name: last[name] for name in shared}
+    assert found["model"] == str(run / "checkpoints" / "step-000006")
+    assert "held out" in found["data"]
+
+
+def test_best_checkpoint_and_any_other(run: Path, evaluate: Eval):
+    rows = {row["step"]: row for row in metrics_rows(run, "evaluate") if row["step"] > 0}
+    best = max(rows, key=lambda step: (rows[step]["reward_mean"], -step))
+    status, out, _ = evaluate(run, "--best", "--json")
+    assert status == 0
+    assert json.loads(out)["reward_mean"] == rows[best]["reward_mean"]
+    status, out, _ = evaluate(run / "checkpoints" / "step-000002", "--json")
+    assert status == 0
+    assert json.loads(out)["reward_mean"] == rows[2]["reward_mean"]
+
+
+def test_page_for_people(run: Path, evaluate: Eval):
+    status, out, _ = evaluate(run)
+    assert status == 0
+    for words in ("mean reward", "±", "pass@1", "pass@2", "95 %:", "truncated", "a reward of at least 0.5", "held out"):
+        assert words in out
+
+
+def test_other_data_and_every_response_written(run: Path, evaluate: Eval, trained: Path, tmp_path: Path):
+    rows = [json.dumps({"prompt": word, "answer": "a"}) for word in ("ab", "cd", "ef", "gh")]
+    (tmp_path / "other.jsonl").write_text("\n".join(rows) + "\n")
+    out_file = tmp_path / "out.parquet"
+    status, out, err = evaluate(run, "--data", tmp_path / "other.jsonl", "--limit", 3, "--out", out_file, "--json")
+    assert status == 0, err
+    table = pq.read_table(out_file).to_pylist()
+    assert [row["prompt"] for row in table] == ["ab", "ab", "cd", "cd", "ef", "ef"]
+    assert json.loads(out)["reward_mean"] == pytest.approx(sum(row["reward"] for row in table) / 6)
+    assert {row["step"] for row in table} == {6}
+
+
+def test_model_folder_with_data_and_reward(model: Path, evaluate: Eval, tmp_path: Path):
+    out_file = tmp_path / "out.jsonl"
+    arguments = ["--data", "words.jsonl", "--reward", "python:reward.py:score", "--data.chat_template=false"]
+    limits = ["--evaluation.temperature=0", "--rollout.max_response_tokens=6", "--trainer.device=cpu"]
+    status, out, err = evaluate(model, *arguments, *limits, "--out", out_file, "--json")
+    assert status == 0, err
+    assert json.loads(out)["num_responses"] == len(WORDS)
+    assert len([json.loads(line) for line in out_file.read_text().splitlines()]) == len(WORDS)
+
+
+def test_model_folder_with_a_recipe(model: Path, evaluate: Eval, trained: Path, monkeypatch: pytest.MonkeyPatch):
+    """Files of the recipe are found beside it, wherever the command is started."""
+    monkeypatch.chdir(model)
+    status, out, err = evaluate(model, "--recipe", trained / "recipe.toml", "--json")
+    assert status == 0, err
+    assert json.loads(out)["num_responses"] == len(WORDS)
+
+
+def test_reward_of_ones_own_on_a_run(run: Path, evaluate: Eval, trained: Path):
+    (trained / "other_reward.py").write_text("def score(response):\n    return 2.5\n")
+    status, out, err = evaluate(run, "--reward", "python:other_reward.py:score", "--json")
+    assert status == 0, err
+    assert json.loads(out)["reward_mean"] == 2.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], ["nowhere is not a folder", "runs/NAME"]),
+        (["EMPTY"], ["neither a run", "nor a model"]),
+        (["MODEL"], ["model folder", "no data and no reward", "--data and --reward", "--recipe"]),
+        (["MODEL", "--data", "words.jsonl"], ["no reward", "--reward"]),
+        (["MODEL", "--best", "--data", "words.jsonl"], ["--best", "no run folder"]),
+        (["RUN", "--data", "absent.jsonl"], ["absent.jsonl"]),
+        (["RUN", "--data", "reasoning-gym:chain_sum"], ["data.size"]),
+        (["RUN", "--reward", "python:absent.py:score"], ["absent.py"]),
+        (["RUN", "--reward", "magic"], ["magic", "exact-match"]),
+        (["RUN", "--evaluation.tempreature=0"], ["tempreature", "Did you mean temperature?", "recipe.toml"]),
+        (["RUN", "--evaluation.temperature=0"], ["evaluation.group_size is 2", "all answers to a prompt are the same"]),
+        (["RUN", "--out", "answers.txt"], [".parquet or .jsonl"]),
+        (["RUN", "--out", "words.jsonl"], ["words.jsonl exists"]),
+        (["RUN", "--out", "absent/a.jsonl"], ["folder absent does not exist"]),
+        (["RUN", "--recipe", "absent.toml"], ["absent.toml: no such recipe file"]),
+    ],
+)
+def test_what_the_user_must_change_is_one_paragraph(
+    arguments: list[str], words: list[str], run: Path, evaluate: Eval, tmp_path: Path, request: pytest.FixtureRequest
+):
+    places = {"RUN": run, "EMPTY": tmp_path}
+    if "MODEL" in arguments:
+        places["MODEL"] = request.getfixturevalue("model")
+    status, out, err = evaluate(*(places.get(argument, argument) for argument in arguments))
+    assert status == 2
+    assert out == ""
+    for word in words:
+        assert word in err
+    assert err.startswith("ratoon eval: ")
+    assert err.count("\n") == 1
+    assert "ratoon-eval-" not in err
+
+
+def test_prompt_that_the_model_cannot_hold_is_named(run: Path, evaluate: Eval, tmp_path: Path):
+    """It fails in a group of concurrent tasks, and is still one paragraph."""
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 60, "answer": "a"}) + "\n")
+    status, _, err = evaluate(run, "--data", tmp_path / "long.jsonl")
+    assert status == 2
+    assert "long.jsonl" in err
+    assert "Traceback" not in err
+
+
+def test_run_without_a_checkpoint(run: Path, evaluate: Eval, tmp_path: Path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(run / "recipe.toml", bare)
+    status, _, err = evaluate(bare)
+    assert status == 2
+    assert "no finished checkpoint" in err
