@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig as PeftLoraConfig
@@ -32,9 +33,15 @@ from ratoon.models.config import Recompute
 from ratoon.types import Prompt, Response, RolloutGroup, UserError
 
 LORA = LoraConfig(rank=3, alpha=5)
+
+
+def group(name: str, prompt: list[int], *responses: list[int]) -> RolloutGroup:
+    return RolloutGroup(Prompt(name, np.array(prompt)), tuple(Response(np.array(tokens)) for tokens in responses))
+
+
 GROUPS = [
-    RolloutGroup(Prompt("a", [7, 3, 11, 5, 2]), (Response([9, 4]), Response([8]), Response([12, 1, 30, 6]))),
-    RolloutGroup(Prompt("b", [1]), (Response([5, 5, 6]), Response([17, 2]))),
+    group("a", [7, 3, 11, 5, 2], [9, 4], [8], [12, 1, 30, 6]),
+    group("b", [1], [5, 5, 6], [17, 2]),
 ]
 
 
@@ -128,7 +135,7 @@ def test_adapters_follow_their_seed_and_leave_the_global_state_alone():
 
 def test_scale_of_rslora(layout: PackedLayout):
     plain, rank_stable = (
-        adapted("llama", LoraConfig(rank=4, alpha=alpha, rslora=on)) for alpha, on in ((8, 0), (4, 1))
+        adapted("llama", LoraConfig(rank=4, alpha=alpha, rslora=on)) for alpha, on in ((8, False), (4, True))
     )
     for model in (plain, rank_stable):
         randomize(model)

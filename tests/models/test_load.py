@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from ratoon.layout import pack_sequences
 from ratoon.models import FreshModelConfig, align_eos, build_fresh, forward_logprobs, load_policy, load_tokenizer
+from ratoon.models.load import load_config
 from ratoon.types import UserError
 
 SMALL = FreshModelConfig(hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8)
@@ -202,8 +203,8 @@ def write_gguf(file: Path, model: LlamaForCausalLM) -> None:
     writer.close()
 
 
-def test_gguf_becomes_an_ordinary_model(tmp_path: Path):
-    """transformers marks dequantised weights as quantised and then refuses to save them."""
+def tiny_gguf(folder: Path) -> LlamaForCausalLM:
+    """Writes `tiny.gguf`; returns the model it was made of."""
     pytest.importorskip("gguf")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -218,7 +219,13 @@ def test_gguf_becomes_an_ordinary_model(tmp_path: Path):
                 max_position_embeddings=64,
             )
         )
-    write_gguf(tmp_path / "tiny.gguf", original)
+    write_gguf(folder / "tiny.gguf", original)
+    return original
+
+
+def test_gguf_becomes_an_ordinary_model(tmp_path: Path):
+    """transformers marks dequantised weights as quantised and then refuses to save them."""
+    original = tiny_gguf(tmp_path)
     before = torch.get_rng_state()
     model = load_policy(tmp_path, gguf_file="tiny.gguf")
     assert torch.equal(torch.get_rng_state(), before)
@@ -233,6 +240,32 @@ def test_gguf_becomes_an_ordinary_model(tmp_path: Path):
     model.save_pretrained(tmp_path / "saved")
     again, _ = forward_logprobs(load_policy(tmp_path / "saved"), pack_sequences(LAYOUT))
     assert torch.equal(again, logprobs_M)
+
+
+def test_gguf_in_16_bits_keeps_its_rotary_frequencies(tmp_path: Path):
+    """Rounded to bfloat16 they would turn far positions by another angle, in training and not in the saved folder."""
+    tiny_gguf(tmp_path)
+    model = load_policy(tmp_path, gguf_file="tiny.gguf", dtype="bfloat16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+    model.save_pretrained(tmp_path / "saved")
+    far = pack_sequences([list(range(60))])
+    saved = load_policy(tmp_path / "saved", dtype="bfloat16")
+    assert torch.equal(forward_logprobs(saved, far)[0], forward_logprobs(model, far)[0])
+
+
+def test_a_gguf_configuration_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It brings the vocabulary along, which takes seconds; a file that changed is read anew."""
+    tiny_gguf(tmp_path)
+    reads: list[object] = []
+    read = AutoConfig.from_pretrained
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *args, **kwargs: reads.append(1) or read(*args, **kwargs))
+    first, second = (load_config(tmp_path, gguf_file="tiny.gguf") for _ in range(2))
+    first.vocab_size = 7
+    assert second.vocab_size == 64 and len(reads) == 1
+    (tmp_path / "tiny.gguf").touch()
+    load_config(tmp_path, gguf_file="tiny.gguf")
+    assert len(reads) == 2
 
 
 @pytest.mark.full

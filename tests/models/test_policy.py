@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_other_tools_read_the_adapters(kind: str, folder: Path, tmp_path: Path):
     base = build_fresh(SMALL, 5)[0] if kind == "fresh" else AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor([[3, 4, 5, 6, 90]])
     own = score(model)[:4]
-    readers = [PeftModel.from_pretrained(base, tmp_path / "checkpoint")]
+    readers: list[Any] = [PeftModel.from_pretrained(base, tmp_path / "checkpoint")]
     if kind == "path":
         named = json.loads((tmp_path / "checkpoint" / "adapter_config.json").read_text())["base_model_name_or_path"]
         assert Path(named) == folder.resolve()
@@ -147,11 +148,9 @@ def test_a_base_that_moved_is_gone_or_is_another(folder: Path, tmp_path: Path):
     ):
         with pytest.raises(UserError, match=r"base' are not those that the adapter was trained on"):
             load()
-    with pytest.raises(
-        UserError, match=r"a fresh model .*are not those that the adapter was trained on|model.fresh are"
-    ):
-        fresh = config_of("fresh", folder)
-        save_model(build_policy(fresh, seed=5), None, tmp_path / "fresh")
+    fresh = config_of("fresh", folder)
+    save_model(build_policy(fresh, seed=5), None, tmp_path / "fresh")
+    with pytest.raises(UserError, match=r"the weights of model.fresh are not those that the adapter was trained on"):
         build_policy(fresh, seed=6, checkpoint=tmp_path / "fresh")
 
 
