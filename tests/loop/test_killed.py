@@ -1,60 +1,14 @@
 """Runs that die, and runs that meet: nothing is lost, nothing is trained twice."""
 
-import multiprocessing
 import os
 import signal
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from tests.loop.run_process import kill, start, wait_for
 from tests.loop.tiny_run import TinyRun, traces
-
-_SPAWN_S = 90.0
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[ForkServerContext]:
-    """Starts processes that have imported everything already: importing takes longer than the run."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ratoon.loop.run"])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # the server starts without it
-    yield context
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
-
-
-def ratoon_in_a_process(arguments: list[str], output: str) -> None:
-    """`ratoon ARGUMENTS`, what it prints in the file `output`."""
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    from ratoon.cli.main import main
-
-    status = main(arguments)
-    sys.stdout.flush()
-    os._exit(status)
-
-
-def start(context: ForkServerContext, tiny: TinyRun) -> BaseProcess:
-    process = context.Process(
-        target=ratoon_in_a_process, args=(["train", str(tiny.recipe)], str(tiny.folder / "output")), daemon=True
-    )
-    process.start()
-    return process
-
-
-def wait_for(is_reached: Callable[[], bool], process: BaseProcess) -> None:
-    deadline = time.monotonic() + _SPAWN_S
-    while not is_reached() and process.is_alive():
-        assert time.monotonic() < deadline, "the run did not come to the moment at which it is to die"
-        time.sleep(0.0005)
 
 
 def has_rows(run_dir: Path, phase: str, count: int) -> bool:
@@ -85,10 +39,7 @@ def test_killed_run_goes_on_to_bitwise_the_same_end(
 ):
     process = start(forks, tiny)
     wait_for(lambda: MOMENTS[moment](tiny.run_dir), process)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(timeout=30)
-    assert process.exitcode == -signal.SIGKILL, (tiny.folder / "output").read_text()
+    assert kill(process), (tiny.folder / "output").read_text()
     outcome = tiny.train()
     assert (outcome.status, outcome.err) == (0, "")
     assert traces(tiny.run_dir) == traces(undisturbed)

@@ -45,6 +45,7 @@ device = "cpu"
 # `trigger` holds how many scores go by before its action; a test of Ctrl-C or of a failure writes it.
 REWARD = """\
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -66,6 +67,17 @@ def score(response):
 def act(action):
     if action == "raise":
         raise KeyError("no such\\nverdict")
+    if action.startswith("remove:"):
+        return shutil.rmtree(action.removeprefix("remove:"))
+    if action.startswith("fill:"):
+        _, num_bytes_left, path = action.split(":")
+        with open(path, "wb", buffering=0) as filler:
+            try:
+                while filler.write(bytes(4096)) == 4096:
+                    pass
+            except OSError:
+                filler.truncate(filler.tell() // 4096 * 4096 - int(num_bytes_left))
+        return None
     for _ in range(2 if action.endswith("-twice") else 1):
         os.kill(os.getpid(), signal.SIGTERM if action.startswith("terminate") else signal.SIGINT)
         time.sleep(0.2)  # two signals at once are one
@@ -75,6 +87,19 @@ WORDS = [first + second + third for first in "abcd" for second in "ef" for third
 """11 words: 3 held out, 8 to train on, so that 4 steps of 2 prompts are one epoch."""
 
 SCORES_PER_STEP = 8
+
+VARIANTS = {
+    "plain": (),
+    "several updates a step": (
+        "--algorithm.num_minibatches=2", "--trainer.schedule=cosine", "--trainer.warmup_steps=2",
+    ),
+    "16 bits": ("--model.dtype=bfloat16", "--trainer.schedule=linear"),
+    "uneven epochs, every step saved": (
+        "--data.num_heldout=4", "--trainer.checkpoint_every_steps=1", "--evaluation.every_steps=2",
+    ),
+}  # fmt: skip
+"""Settings under which a run carries more, or other, state from step to step. The drills of interrupted runs take each:
+a setting that brings state of its own is added here."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -222,3 +223,23 @@ def test_json_that_is_no_row_is_named_by_line(tmp_path: Path, line: str):
     path.write_text('{"step": 1, "phase": "grpo"}\n' + line + "\n")
     with pytest.raises(UserError, match=r"m\.jsonl, line 2"):
         read_metrics(path)
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "folder moved", "folder moved, and made again"])
+def test_file_that_is_no_longer_there_ends_the_run(tmp_path: Path, how: str):
+    """Rows of an open file that has no name any more are lost without a word."""
+    folder = tmp_path / "run"
+    with MetricsLog(folder / "m.jsonl") as log:
+        log.log(1, "grpo", loss=0.5)
+        if how == "removed":
+            (folder / "m.jsonl").unlink()
+        elif how == "replaced":  # as editors do
+            shutil.copy(folder / "m.jsonl", folder / "other")
+            (folder / "other").rename(folder / "m.jsonl")
+        else:
+            folder.rename(tmp_path / "moved")
+        if how == "folder moved, and made again":
+            folder.mkdir()
+            (folder / "m.jsonl").write_text("")
+        with pytest.raises(UserError, match=r"m\.jsonl was removed, moved or replaced"):
+            log.log(2, "grpo", loss=0.5)

@@ -19,6 +19,7 @@ from ratoon.metrics.rows import (
     split_metrics,
 )
 from ratoon.metrics.sinks import Ending, Sinks
+from ratoon.types import UserError
 
 WARM_START_PHASE = "sft"
 """Counts its own steps, before the first step of everything else."""
@@ -72,6 +73,7 @@ class MetricsLog:
 
         step: optimizer steps taken so far, so the first update's row is step 1; a first evaluation is step 0.
         values: numbers (also NaN and infinities), strings, bools or None, by name, unit included.
+        Raises UserError if the file is no longer where it was: rows would go nowhere, and unnoticed.
         """
         seconds = {PHASE_SECONDS_PREFIX + name: round(value, 6) for name, value in self._clock.take_recent().items()}
         clash = seconds.keys() & values.keys()
@@ -80,6 +82,7 @@ class MetricsLog:
         row = MetricsRow(step=int(step), phase=phase, unix_s=round(time.time(), 3), values={**values, **seconds})
         line = row_to_json(row)
         if self._file is not None:
+            self._require_in_place(self._file)
             self._file.write(line + "\n")
             self._file.flush()
             if self._sinks is not None:
@@ -131,6 +134,18 @@ class MetricsLog:
     ) -> None:
         # Who presses Ctrl-C twice wants to wait for nothing.
         self.close("complete" if error is None else "failed", wait=not isinstance(error, KeyboardInterrupt))
+
+    def _require_in_place(self, file: TextIO) -> None:
+        assert self.path is not None, "an open file has a path"
+        try:
+            is_in_place = os.path.samestat(os.stat(self.path), os.fstat(file.fileno()))
+        except (FileNotFoundError, NotADirectoryError):
+            is_in_place = False
+        if not is_in_place:
+            raise UserError(
+                f"{self.path} was removed, moved or replaced while the run was writing it, and the run ends here: "
+                "what it measures would be lost. Put its folder back and run the same command again, or start anew"
+            )
 
     def _repaired_rows(self) -> list[MetricsRow]:
         """Rows of the file, after removing a last line that was cut short."""

@@ -8,6 +8,8 @@ from pathlib import Path
 PARTIAL_PREFIX = ".partial-"
 """Begins the name of whatever is being written or removed; nothing that begins so is ever read."""
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
 
 def fsync_file(path: Path) -> None:
     """Returns once the file's bytes are on disk."""
@@ -37,7 +39,14 @@ def fsync_tree(path: Path) -> None:
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether the disk, or the user's share of it, has no room left."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _FULL
+    try:
+        message = str(error)
+    except Exception:  # the error of a user's function may have none
+        return False
+    # safetensors and tokenizers, written in Rust, tell by the message of an error of their own.
+    return any(f"(os error {number})" in message for number in _FULL)
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
