@@ -1,25 +1,59 @@
-import sys
+"""The built-in verifiers, as workers run them."""
+
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.rewards.pools import open_pool, rewards_of
 
 from ratoon.data import DataConfig
 from ratoon.data.generators import generate_rows
-from ratoon.rewards import RewardConfig, build_reward_fn, check_prompts, score
+from ratoon.rewards import RewardPool, ScoredGroups
+from ratoon.rewards.components import ComponentSpec, PromptText
+from ratoon.rewards.mathematics import MathVerify
+from ratoon.rewards.scorers import ExactMatch, Format, Regex, Scorer
 from ratoon.types import Prompt, Response, RolloutGroup, UserError
+
+
+def spec(function: str, **options: Any) -> ComponentSpec:
+    defaults: dict[str, Any] = {"extract": "text", "pattern": "", "match": "search", "tags": ("think", "answer")}
+    return ComponentSpec(name="r", key="reward.function", function=function, **{**defaults, **options})
+
+
+def scores(scorer: Scorer, answer: str | None, *texts: str, prompt: str = "question") -> list[Any]:
+    """Without a worker in between."""
+    side = PromptText("p7", prompt, answer, {})
+    scorer.check(side)
+    return [scorer(side, text) for text in texts]
 
 
 def make_group(prompt: Prompt, *texts: str) -> RolloutGroup:
     return RolloutGroup(prompt, tuple(Response(np.array([1]), text=text) for text in texts))
 
 
-def rewards(prompt: Prompt, *texts: str, **settings: Any) -> list[float]:
-    reward_fn = build_reward_fn(RewardConfig.model_validate(settings), base_dir=Path())
-    scored = score(make_group(prompt, *texts), reward_fn).rewards_N
-    assert scored is not None
-    return scored.tolist()
+@pytest.fixture(scope="module")
+def gyms() -> Iterator[dict[str, RewardPool]]:
+    """A pool of reasoning-gym's verifiers for each way to extract; the package takes seconds to import."""
+    pytest.importorskip("reasoning_gym")
+    pools: dict[str, RewardPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+def score_all(gyms: dict[str, RewardPool], prompt: Prompt, *texts: str, extract: str = "text") -> ScoredGroups:
+    if extract not in gyms:
+        gyms[extract] = open_pool(Path(), function="reasoning-gym", extract=extract)
+    return gyms[extract].score_now([make_group(prompt, *texts)])
+
+
+def rewards(gyms: dict[str, RewardPool], prompt: Prompt, *texts: str, extract: str = "text") -> list[float]:
+    return rewards_of(score_all(gyms, prompt, *texts, extract=extract).groups[0])
 
 
 def answered(answer: str | None) -> Prompt:
@@ -29,7 +63,7 @@ def answered(answer: str | None) -> Prompt:
 def generated(name: str, options: dict[str, Any] | None = None, index: int = 0) -> Prompt:
     pytest.importorskip("reasoning_gym")
     row = generate_rows(name, options or {}, size=index + 1, seed=0)[index]
-    return Prompt(row.id, np.array([1]), row.prompt, row.answer, row.metadata)
+    return Prompt(row.id, np.array([1]), row.prompt_text, row.answer, row.metadata)
 
 
 @pytest.mark.parametrize(
@@ -41,87 +75,202 @@ def generated(name: str, options: dict[str, Any] | None = None, index: int = 0) 
         ("last-number", "#### 72", ["72", "72.0", "144/2", "7.2e1", "27"], [1, 1, 1, 1, 0]),
         ("last-number", "0", ["0", "-0", "0/5", "", "3/0"], [1, 1, 1, 0, 0]),
         ("last-number", "9" * 100, ["9" * 100, "9" * 99], [1, 0]),
+        ("boxed", "7", [r"\boxed{7}", r"\boxed{ 7 }", "7", r"\boxed{6} \boxed{8}"], [1, 1, 0, 0]),
+        ("boxed", r"so it is \boxed{\frac{1}{2}}.", [r"\boxed{\frac{1}{2}}", r"\boxed{\frac12}"], [1, 0]),
         ("answer-tag", "7", ["<answer>7</answer>", "<answer> 7 </answer>", "7", "<answer>8</answer>"], [1, 1, 0, 0]),
     ],
 )
 def test_exact_match(extract: str, answer: str, texts: list[str], wanted: list[float]):
-    assert rewards(answered(answer), *texts, function="exact-match", extract=extract) == wanted
+    assert scores(ExactMatch(spec("exact-match", extract=extract)), answer, *texts) == wanted
 
 
-def test_exact_match_needs_answers_that_can_be_matched():
-    text = RewardConfig(function="exact-match")
-    number = RewardConfig(function="exact-match", extract="last-number")
-    with pytest.raises(UserError, match=r"needs answers, but prompt 'p7' has none; set data\.answer_column"):
-        check_prompts(text, [answered("a"), answered(None)])
-    with pytest.raises(UserError, match="answer of prompt 'p7' holds no number: 'seven'"):
-        check_prompts(number, [answered("7"), answered("seven")])
-    check_prompts(number, [answered("7")])
-    with pytest.raises(UserError, match="needs answers"):
-        score(make_group(answered(None), "x"), build_reward_fn(text, base_dir=Path()))
+def test_exact_match_needs_answers_that_can_be_matched(tmp_path: Path):
+    with open_pool(tmp_path, function="exact-match") as pool:
+        with pytest.raises(UserError, match=r"needs answers, but prompt 'p7' has none; set data\.answer_column"):
+            pool.check([*[answered("a")] * 600, answered(None)])
+        with pytest.raises(UserError, match="needs answers"):
+            pool.score_now([make_group(answered(None), "x")])
+    with open_pool(tmp_path, function="exact-match", extract="last-number", on_failure="zero") as pool:
+        with pytest.raises(UserError, match="answer of prompt 'p7' holds no number: 'seven'"):
+            pool.check([answered("7"), answered("seven")])
+        pool.check([answered("7")])
+        with pytest.raises(UserError, match="holds no number"):
+            pool.score_now([make_group(answered("seven"), "x")])
 
 
-def test_reasoning_gym_scores_with_the_verifier_of_the_task():
+@pytest.mark.parametrize(
+    ("options", "texts", "wanted"),
+    [
+        ({"pattern": r"\d+ apples"}, ["5 apples", "I see 12 apples!", "apples"], [1, 1, 0]),
+        ({"pattern": r"\d+", "match": "full"}, ["5", "5 apples", " 5 "], [1, 0, 1]),
+        ({"pattern": r"^Step", "extract": "answer-tag"}, ["<answer>Step</answer>", "Step", "a"], [1, 0, 0]),
+        ({"pattern": "a.b"}, ["a\nb", "a-b"], [0, 1]),
+        ({"pattern": "(?s)a.b"}, ["a\nb"], [1]),
+    ],
+)
+def test_regex(options: dict[str, Any], texts: list[str], wanted: list[float]):
+    assert scores(Regex(spec("regex", **options)), None, *texts) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("<think>a</think><answer>b</answer>", 1),
+        (" \n<think>\na\n</think>\n\n<answer></answer>\n", 1),
+        ("<think>a</think><answer>b</answer>.", 0),
+        ("Well: <think>a</think><answer>b</answer>", 0),
+        ("<think>a</think> so <answer>b</answer>", 0),
+        ("<answer>b</answer><think>a</think>", 0),
+        ("<think>a<answer>b</answer></think>", 0),
+        ("<think>a</think><answer>b", 0),
+        ("<think>a</think>", 0),
+        ("<think>a</think><think>a</think><answer>b</answer>", 0),
+        ("<think>a</think><answer>b</answer><answer>b</answer>", 0),
+        ("</think><think><answer>b</answer>", 0),
+        ("<Think>a</Think><answer>b</answer>", 0),
+        ("a</think><answer>b</answer>", 0),
+        ("", 0),
+    ],
+)
+def test_format(text: str, wanted: float):
+    assert scores(Format(spec("format")), None, text) == [wanted]
+
+
+def test_format_knows_prompts_that_open_the_first_tag():
+    """Chat templates of reasoning models end in it."""
+    texts = ("a</think><answer>b</answer>", "<think>a</think><answer>b</answer>")
+    assert scores(Format(spec("format")), None, *texts, prompt="<user>1+1<assistant><think>\n") == [1, 0]
+
+
+tags = st.sampled_from(["<a>", "</a>", "<b>", "</b>", "x", " "])
+
+
+@given(st.lists(tags, max_size=8).map("".join))
+def test_format_agrees_with_a_regular_expression(text: str):
+    wanted = re.fullmatch(r"\s*<a>((?!</?[ab]>).)*</a>\s*<b>((?!</?[ab]>).)*</b>\s*", text) is not None
+    loose = re.fullmatch(r"\s*<a>((?!</?a>).)*</a>\s*<b>((?!</?b>).)*</b>\s*", text) is not None
+    (score,) = scores(Format(spec("format", tags=("a", "b"))), None, text)
+    assert score <= loose
+    assert score or not wanted
+
+
+@pytest.mark.parametrize("piece", ["<think>", "</think>", "<answer>", "<", " ", "<think></think>"])
+def test_format_reads_a_long_degenerate_response_in_linear_time(piece: str):
+    """verl#6673, InternBootcamp#15."""
+    assert scores(Format(spec("format")), None, piece * (1_000_000 // len(piece))) == [0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("42", ["42", "it is 42.", r"\boxed{42}", "$42.0$", r"$\frac{84}{2}$"], ["43", "none", ""]),
+        (r"\frac{1}{2}", ["1/2", "0.5", r"$\frac{2}{4}$", r"\boxed{\frac12}"], ["2", "1", r"$\frac{1}{3}$"]),
+        (r"2\sqrt{3}", [r"$2\sqrt{3}$", r"$\sqrt{12}$"], ["2", "3", r"$3\sqrt{2}$"]),
+        ("x^2+1", ["$1+x^2$"], ["$x^2$", "1"]),
+        (r"(3, \frac{1}{2}]", [r"$(3, 0.5]$"], ["$(3, 0.5)$", "3"]),
+        (r"\left(\frac{3}{4}, 5\right)", [r"$(0.75, 5)$"], ["5", "3/4"]),
+        ("Thus we have #### 1,234", ["1234", "$1234$"], ["1,235"]),
+        ("-7", ["-7", "$-7$"], ["7"]),
+    ],
+)
+def test_math_verify_compares_by_value(answer: str, right: list[str], wrong: list[str]):
+    pytest.importorskip("math_verify")
+    scorer = MathVerify(spec("math-verify"), timeout_s=30.0)
+    assert scores(scorer, answer, *right, *wrong) == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+def test_math_verify_reads_bare_latex_in_tags():
+    pytest.importorskip("math_verify")
+    scorer = MathVerify(spec("math-verify", extract="answer-tag"), timeout_s=30.0)
+    texts = (r"<answer>2\sqrt{3}</answer>", r"<answer>$\sqrt{12}$</answer>", r"2\sqrt{3}", "<answer>2</answer>")
+    assert scores(scorer, r"2\sqrt{3}", *texts) == [1, 1, 0, 0]
+
+
+def test_math_verify_in_a_worker(tmp_path: Path):
+    """What its parser cannot digest scores 0, is counted, and kills no worker in vain."""
+    pytest.importorskip("math_verify")
+    with open_pool(tmp_path, function="math-verify", timeout_s=20.0, on_failure="zero") as pool:
+        pool.check([answered("1"), answered(r"\frac{1}{2}")])
+        for bad, wanted in ((None, "needs answers"), ("hello", "cannot be read as mathematics: 'hello'")):
+            with pytest.raises(UserError, match=wanted):
+                pool.check([answered("1"), answered(bad)])
+        found = pool.score_now([make_group(answered("1"), "1", "$" + "{" * 5000, "$9^{9^{9^{9^{9}}}}$", "2", "$1.0$")])
+    assert rewards_of(found.groups[0]) == [1, 0, 0, 0, 1]
+    assert found.failures.num_failures + found.failures.num_unreadable <= 2
+
+
+def test_reasoning_gym_scores_with_the_verifier_of_the_task(gyms: dict[str, RewardPool]):
     prompt = generated("chain_sum")
     assert prompt.answer is not None
-    assert rewards(prompt, prompt.answer, "word", function="reasoning-gym") == [1.0, 0.0]
+    assert rewards(gyms, prompt, prompt.answer, "word") == [1.0, 0.0]
     text = f"I think 1, no, the answer is {prompt.answer}."
-    assert rewards(prompt, text, "word", function="reasoning-gym", extract="last-number") == [1.0, 0.0]
-    assert 0 < rewards(prompt, text, function="reasoning-gym")[0] < 1, "part of the score for a near miss"
+    assert rewards(gyms, prompt, text, "word", extract="last-number") == [1.0, 0.0]
+    assert 0 < rewards(gyms, prompt, text)[0] < 1, "part of the score for a near miss"
     tagged = f"<answer>{prompt.answer}</answer> 5"
-    assert rewards(prompt, tagged, "5", function="reasoning-gym", extract="answer-tag") == [1.0, 0.0]
+    assert rewards(gyms, prompt, tagged, "5", extract="answer-tag") == [1.0, 0.0]
 
 
-def test_a_task_without_listed_answer_is_scored_by_its_verifier():
+def test_a_task_without_listed_answer_is_scored_by_its_verifier(gyms: dict[str, RewardPool]):
     prompt = generated("propositional_logic")
     assert prompt.answer is None
     example = prompt.metadata["metadata"]["example_answer"]
-    assert rewards(prompt, example, "nonsense", function="reasoning-gym")[0] == 1.0
+    assert rewards(gyms, prompt, example, "nonsense")[0] == 1.0
 
 
-def test_the_verifier_has_the_options_that_made_the_prompt():
+def test_the_verifier_has_the_options_that_made_the_prompt(gyms: dict[str, RewardPool]):
     """puzzle24's verifier refuses numbers outside the range that the puzzle was made with."""
     usual, small = generated("puzzle24"), generated("puzzle24", {"max_value": 6})
-    assert rewards(usual, "10 + 10 + 2 + 2", function="reasoning-gym") == [1.0]
-    assert rewards(small, "10 + 10 + 2 + 2", function="reasoning-gym") == [0.01]
+    assert rewards(gyms, usual, "10 + 10 + 2 + 2") == [1.0]
+    assert rewards(gyms, small, "10 + 10 + 2 + 2") == [0.01]
 
 
-def test_tasks_of_a_composite_are_scored_each_by_its_own_verifier():
+def test_tasks_of_a_composite_are_scored_each_by_its_own_verifier(gyms: dict[str, RewardPool]):
     options = {"datasets": [{"name": "gcd"}, {"name": "countdown"}]}
     for index in range(6):
         prompt = generated("composite", options, index)
         assert prompt.answer is not None
-        assert rewards(prompt, prompt.answer, "no", function="reasoning-gym")[0] == 1.0
+        assert rewards(gyms, prompt, prompt.answer, "no")[0] == 1.0
 
 
-def test_a_verifier_that_fails_on_a_response_scores_it_zero_and_says_so(caplog: pytest.LogCaptureFixture):
+def test_a_verifier_that_fails_on_a_response_scores_it_zero_and_is_counted(gyms: dict[str, RewardPool]):
     prompt = generated("prime_factorization")
     assert prompt.answer is not None
-    assert rewards(prompt, "hello", prompt.answer, "world", function="reasoning-gym") == [0.0, 1.0, 0.0]
-    (record,) = caplog.records
-    assert "prime_factorization:0" in record.getMessage() and "hello" in record.getMessage()
+    found = score_all(gyms, prompt, "hello", prompt.answer, "world")
+    assert rewards_of(found.groups[0]) == [0.0, 1.0, 0.0]
+    assert found.failures.num_unreadable == 2 and found.failures.num_failures == 0
+    assert "prime_factorization:0" in found.failures.examples[0] and "ValueError" in found.failures.examples[0]
+    assert found.metrics()["reward_unreadable"] == 2
+    assert found.failures.examples[0] in found.warnings()["unreadable responses"]
 
 
-def test_entries_from_a_file_are_scored_too():
+def test_entries_from_a_file_are_scored_too(gyms: dict[str, RewardPool]):
     entry = generated("gcd").metadata
     prompt = Prompt("f.jsonl:1", np.array([1]), entry["question"], entry["answer"], {"metadata": entry["metadata"]})
-    assert rewards(prompt, entry["answer"], "x", function="reasoning-gym") == [1.0, 0.0]
+    assert rewards(gyms, prompt, entry["answer"], "x") == [1.0, 0.0]
 
 
-def test_prompts_of_other_sources_are_refused_before_training():
-    config = RewardConfig(function="reasoning-gym")
+def test_prompts_of_other_sources_are_refused_before_training(gyms: dict[str, RewardPool]):
+    score_all(gyms, generated("gcd"), "1")
     with pytest.raises(UserError, match=r"'p7' has no 'generator'.* use another reward\.function"):
-        check_prompts(config, [generated("gcd"), answered("7")])
-    check_prompts(config, [generated("gcd"), generated("lcm")])
+        gyms["text"].check([generated("gcd"), answered("7")])
+    gyms["text"].check([generated("gcd"), generated("lcm")])
 
 
-def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(UserError, match=r"reward\.function needs .* pip install 'ratoon\[reasoning\]'"):
-        build_reward_fn(RewardConfig(function="reasoning-gym"), base_dir=Path())
+@pytest.mark.parametrize(("function", "extra"), [("reasoning-gym", "reasoning"), ("math-verify", "math")])
+def test_a_missing_package_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, extra: str
+):
+    (tmp_path / f"{function.replace('-', '_')}.py").write_text("raise ImportError('not here')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with (
+        open_pool(tmp_path, function=function) as pool,
+        pytest.raises(UserError, match=rf"^reward\.function needs .* pip install 'ratoon\[{extra}\]'"),
+    ):
+        pool.check([])
 
 
 @pytest.mark.full
-def test_every_generator_gives_its_listed_answer_a_finite_score():
+def test_every_generator_gives_its_listed_answer_a_finite_score(gyms: dict[str, RewardPool]):
     factory = pytest.importorskip("reasoning_gym").factory
     scored = 0
     for name in factory.DATASETS:
@@ -129,7 +278,7 @@ def test_every_generator_gives_its_listed_answer_a_finite_score():
             continue
         config = DataConfig(source=f"reasoning-gym:{name}", size=1)
         prompt = generated(config.generator or "")
-        values = rewards(prompt, prompt.answer or "", "hello", "", function="reasoning-gym")
+        values = rewards(gyms, prompt, prompt.answer or "", "hello", "")
         assert len(values) == 3
         scored += values[0] == 1.0
     assert scored >= 95, "all but the tasks with open answers"

@@ -79,6 +79,26 @@ def test_answer_tag(text: str, wanted: str | None):
     assert extract_answer(text, "answer-tag") == wanted
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"\boxed{ \frac{1}{2} }", r"\frac{1}{2}"),
+        (r"\boxed{1} no, \boxed{2}", "2"),
+        (r"\fbox{1} \fboxed{3}", "3"),
+        (r"\boxed {4}", "4"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{}", ""),
+        (r"\boxed{1", None),
+        (r"\boxed{\frac{1}{2}", None),
+        ("boxed{1}", None),
+        ("1", None),
+    ],
+)
+def test_boxed(text: str, wanted: str | None):
+    assert extract_answer(text, "boxed") == wanted
+
+
 def test_text_is_all_of_it():
     assert extract_answer(" a b \n") == "a b"
 
@@ -112,11 +132,14 @@ def test_number_value(text: str, value: Fraction | None):
     assert number_value(text) == value
 
 
-@pytest.mark.parametrize("piece", ["1", "1,111", "-", "1.", "1/", "1e", ",111", "<answer>", ".", "+1"])
+@pytest.mark.parametrize(
+    "piece", ["1", "1,111", "-", "1.", "1/", "1e", ",111", "<answer>", ".", "+1", "\\boxed{", "\\boxed", "{", "\\"]
+)
 def test_a_long_degenerate_response_is_read_in_linear_time(piece: str):
     """verl#6673, InternBootcamp#15: one endless answer in a regular expression froze the run."""
     text = piece * (1_000_000 // len(piece))
     start = time.perf_counter()
     extract_answer(text, "last-number")
     extract_answer(text, "answer-tag")
+    extract_answer(text, "boxed")
     assert time.perf_counter() - start < 10

@@ -37,20 +37,30 @@ class UserFunction:
 
         The function gets copies: what it changes in them, it does not change in the data.
         """
+        return self.function(**copy.deepcopy(self.choose(known)))
+
+    def choose(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the values that the function takes; not copied."""
         names = known if self.takes_everything else [n for n in (*self.required, *self.optional) if n in known]
-        return self.function(**copy.deepcopy({name: known[name] for name in names}))
+        return {name: known[name] for name in names}
 
     def check_names(self, always: Collection[str], columns: Collection[str], what: str) -> None:
         """Raises UserError if the function needs something that is neither in `always` nor a column of `what`."""
-        for name in self.required:
-            if name not in always and name not in columns:
-                available = (*always, *sorted(set(columns) - set(always)))
-                close = difflib.get_close_matches(name, available)
-                hint = f'; did you mean "{close[0]}"?' if close else "."
-                raise UserError(
-                    f'{self.label} asks for "{name}", which {what} does not have{hint} '
-                    f"Parameters can be: {', '.join(available)}"
-                )
+        check_names(self.label, self.required, always, columns, what)
+
+
+def check_names(
+    label: str, required: Collection[str], always: Collection[str], columns: Collection[str], what: str
+) -> None:
+    """Raises UserError if one of `required` is neither in `always` nor a column of `what`; label: who needs it."""
+    for name in required:
+        if name not in always and name not in columns:
+            available = (*always, *sorted(set(columns) - set(always)))
+            close = difflib.get_close_matches(name, available)
+            hint = f'; did you mean "{close[0]}"?' if close else "."
+            raise UserError(
+                f'{label} asks for "{name}", which {what} does not have{hint} Parameters can be: {", ".join(available)}'
+            )
 
 
 def python_target(text: str) -> tuple[str, str] | None:

@@ -1,23 +1,42 @@
-"""What a response is worth: task scorers, exact match, and your own function."""
+"""What a response is worth: verifiers, formats, lengths, and your own functions, in workers that can be killed."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ratoon.rewards.building import build_reward_fn, check_prompts
-    from ratoon.rewards.config import RewardConfig
+    from ratoon.rewards.config import RewardComponent, RewardConfig
     from ratoon.rewards.extraction import extract_answer
+    from ratoon.rewards.messages import Cause
+    from ratoon.rewards.pool import RewardPool
+    from ratoon.rewards.scored import RewardFailures, ScoredGroups
     from ratoon.rewards.scoring import score
 
 _HOMES = {
+    "Cause": "messages",
+    "RewardComponent": "config",
     "RewardConfig": "config",
+    "RewardFailures": "scored",
+    "RewardPool": "pool",
+    "ScoredGroups": "scored",
     "build_reward_fn": "building",
     "check_prompts": "building",
     "extract_answer": "extraction",
     "score": "scoring",
 }
 
-__all__ = ["RewardConfig", "build_reward_fn", "check_prompts", "extract_answer", "score"]
+__all__ = [
+    "Cause",
+    "RewardComponent",
+    "RewardConfig",
+    "RewardFailures",
+    "RewardPool",
+    "ScoredGroups",
+    "build_reward_fn",
+    "check_prompts",
+    "extract_answer",
+    "score",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,52 +1,38 @@
-"""From settings to a reward function."""
+"""The reward pool under the names that the loop still calls."""
+
+# TODO: goes when loop.inputs makes the RewardPool itself.
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from ratoon.data.generators import import_reasoning_gym
-from ratoon.rewards.config import REASONING_GYM, RewardConfig
-from ratoon.rewards.python_function import load_scorer
-from ratoon.rewards.scorers import ExactMatch, ReasoningGym, ScoreEach, Scorer
+from ratoon.rewards.config import RewardConfig
+from ratoon.rewards.pool import RewardPool
 from ratoon.types.protocols import RewardFn
-from ratoon.types.rollouts import Prompt
+from ratoon.types.rollouts import Prompt, Response, RolloutGroup
+
+
+class _PooledFn:
+    """A RewardFn that asks a pool."""
+
+    def __init__(self, pool: RewardPool) -> None:
+        self.pool = pool
+
+    def __call__(self, prompt: Prompt, responses: Sequence[Response]) -> list[float]:
+        (group,) = self.pool.score_now([RolloutGroup(prompt, tuple(responses))]).groups
+        assert group.rewards_N is not None, "scored groups have rewards"
+        return group.rewards_N.tolist()
 
 
 def build_reward_fn(config: RewardConfig, *, base_dir: Path, columns: Collection[str] | None = None) -> RewardFn:
-    """The reward function that `config` names; a Python file is relative to `base_dir`, the recipe's folder.
-
-    columns: metadata keys that every prompt has (`PromptSplit.columns`). Given, a Python function that asks for
-    anything else is refused here; otherwise at the first prompt.
-    Raises UserError when the function cannot be had, before any model is loaded.
-    """
-    return ScoreEach(
-        config.function,
-        _scorer(config, base_dir, columns),
-        timeout_s=config.timeout_s,
-        score_truncated=config.score_truncated,
-    )
-
-
-def _scorer(config: RewardConfig, base_dir: Path, columns: Collection[str] | None) -> Scorer:
-    if config.python_target is not None:
-        scorer = load_scorer(*config.python_target, base_dir=base_dir)
-        if columns is not None:
-            scorer.check_columns(columns, "the data")
-        return scorer
-    if config.function == REASONING_GYM:
-        import_reasoning_gym("reward.function")
-        return ReasoningGym(config.extract)
-    return ExactMatch(config.extract)
+    """A reward function that asks workers; the limits of length shaping are not known to it."""
+    pool = RewardPool(config, base_dir=base_dir, max_response_tokens=2**31)
+    pool.check([], columns)
+    return _PooledFn(pool)
 
 
 def check_prompts(config: RewardConfig, prompts: Sequence[Prompt]) -> None:
-    """Raises UserError naming the first prompt that the built-in function of `config` could not score."""
-    if config.python_target is not None:
+    """Raises UserError naming the first prompt that the built-in functions of `config` could not score."""
+    if config.python_files:
         return
-    if config.function == REASONING_GYM:
-        gym = ReasoningGym(config.extract)
-        for prompt in prompts:
-            gym.verifier(prompt)
-        return
-    exact = ExactMatch(config.extract)
-    for prompt in prompts:
-        exact.reference(prompt)
+    with RewardPool(config, base_dir=Path(), max_response_tokens=2**31) as pool:
+        pool.check(prompts)

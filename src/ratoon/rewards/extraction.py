@@ -2,8 +2,9 @@
 
 import re
 from fractions import Fraction
+from typing import Literal
 
-from ratoon.rewards.config import Extract
+Extract = Literal["text", "last-number", "answer-tag", "boxed"]
 
 # A sign counts unless it stands behind something to subtract from: "5-3" ends in 3, "= -3" in -3.
 _NUMBER = re.compile(
@@ -12,6 +13,8 @@ _NUMBER = re.compile(
     r"(?:/[0-9]+|[eE][-+]?[0-9]+)?"
 )
 _OPEN_TAG, _CLOSE_TAG = "<answer>", "</answer>"
+_BOXED = re.compile(r"\\f?boxed\s*\{")
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is no brace
 _MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-"})  # minus sign, en dash
 _MAX_NUMBER_CHARACTERS = 64
 _MAX_EXPONENT = 400
@@ -23,6 +26,7 @@ def extract_answer(text: str, how: Extract = "text") -> str | None:
     "text": all of it, without white space at the ends.
     "last-number": the last integer, decimal, fraction a/b or power 1e-3, without thousands commas and plus sign.
     "answer-tag": what the last closed `<answer>...</answer>` holds, without white space at the ends.
+    "boxed": what the last `\\boxed{...}` holds, nested braces included, without white space at the ends.
     """
     match how:
         case "text":
@@ -31,6 +35,8 @@ def extract_answer(text: str, how: Extract = "text") -> str | None:
             return _last_number(text)
         case "answer-tag":
             return _last_tag(text)
+        case "boxed":
+            return _last_box(text)
 
 
 def _last_number(text: str) -> str | None:
@@ -46,6 +52,20 @@ def _last_tag(text: str) -> str | None:
         return None
     start = text.rfind(_OPEN_TAG, 0, end)
     return None if start < 0 else text[start + len(_OPEN_TAG) : end].strip()
+
+
+def _last_box(text: str) -> str | None:
+    last = None
+    for match in _BOXED.finditer(text):
+        last = match
+    if last is None:
+        return None
+    depth = 1
+    for brace in _BRACES.finditer(text, last.end()):
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        if depth == 0:
+            return text[last.end() : brace.start()].strip()
+    return None  # never closed: the response was cut
 
 
 def number_value(text: str) -> Fraction | None:
