@@ -4,13 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ratoon.rewards.building import build_reward_fn, check_prompts
     from ratoon.rewards.config import RewardComponent, RewardConfig
     from ratoon.rewards.extraction import extract_answer
     from ratoon.rewards.messages import Cause
     from ratoon.rewards.pool import RewardPool
     from ratoon.rewards.scored import RewardFailures, ScoredGroups
-    from ratoon.rewards.scoring import score
 
 _HOMES = {
     "Cause": "messages",
@@ -19,10 +17,7 @@ _HOMES = {
     "RewardFailures": "scored",
     "RewardPool": "pool",
     "ScoredGroups": "scored",
-    "build_reward_fn": "building",
-    "check_prompts": "building",
     "extract_answer": "extraction",
-    "score": "scoring",
 }
 
 __all__ = [
@@ -32,10 +27,7 @@ __all__ = [
     "RewardFailures",
     "RewardPool",
     "ScoredGroups",
-    "build_reward_fn",
-    "check_prompts",
     "extract_answer",
-    "score",
 ]
 
 

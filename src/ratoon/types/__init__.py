@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ratoon.types.errors import UserError
     from ratoon.types.model_shape import ModelShape
-    from ratoon.types.protocols import RewardFn, WeightReceiver
+    from ratoon.types.protocols import WeightReceiver
     from ratoon.types.rollouts import FinishReason, Prompt, Response, RolloutGroup, SampledSupport
     from ratoon.types.sampling import SamplingParams
 
@@ -15,7 +15,6 @@ _HOMES = {
     "ModelShape": "model_shape",
     "Prompt": "rollouts",
     "Response": "rollouts",
-    "RewardFn": "protocols",
     "RolloutGroup": "rollouts",
     "SampledSupport": "rollouts",
     "SamplingParams": "sampling",
@@ -28,7 +27,6 @@ __all__ = [
     "ModelShape",
     "Prompt",
     "Response",
-    "RewardFn",
     "RolloutGroup",
     "SampledSupport",
     "SamplingParams",

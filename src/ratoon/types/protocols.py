@@ -1,17 +1,7 @@
 """Protocols that two packages of one layer share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
-
-from ratoon.types.rollouts import Prompt, Response
-
-
-class RewardFn(Protocol):
-    """Scores the responses of one prompt."""
-
-    def __call__(self, prompt: Prompt, responses: Sequence[Response]) -> Sequence[float]:
-        """One finite number for each response, in order."""
-        ...
 
 
 class WeightReceiver(Protocol):
