@@ -10,6 +10,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+WriteJsonl = Callable[[Sequence[Mapping[str, Any]]], Path]
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -48,7 +50,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def write_jsonl(tmp_path: Path) -> Callable[[Sequence[Mapping[str, Any]]], Path]:
+def write_jsonl(tmp_path: Path) -> WriteJsonl:
     def write(rows: Sequence[Mapping[str, Any]]) -> Path:
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,23 +1,15 @@
 """Files as people have them."""
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.data.reading import read
 
-from ratoon.data.columns import source_row
-from ratoon.data.config import DataConfig
-from ratoon.data.rows import SourceRow
-from ratoon.data.source_files import read_files
 from ratoon.types import UserError
-
-
-def read(path: Path, answer_column: str = "answer") -> list[SourceRow]:
-    (source,) = DataConfig(source=path.name, answer_column=answer_column).each_source()
-    rows = read_files(source, base_dir=path.parent)
-    return [source_row(row.values, source, id=row.id, where=row.where) for row in rows]
 
 
 def test_rows_carry_line_numbers_answers_and_other_columns(tmp_path: Path):
@@ -136,4 +128,37 @@ def test_any_bytes_are_rows_or_a_named_error(tmp_path_factory: pytest.TempPathFa
         rows, message = read(path), ""
     except UserError as error:
         rows, message = [], str(error)
-    assert "any.jsonl" in message or (rows and all(row.prompt.strip() for row in rows))
+    assert "any.jsonl" in message or (rows and all(row.last_text.strip() for row in rows))
+
+
+def test_an_array_in_one_file(tmp_path: Path):
+    path = tmp_path / "rows.json"
+    path.write_text('[{"prompt": "a",\n "answer": 1}, {"prompt": "b", "answer": 2}]')
+    assert [(row.id, row.prompt, row.answer) for row in read(path)] == [
+        ("rows.json:1", "a", "1"),
+        ("rows.json:2", "b", "2"),
+    ]
+    path.write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": 2}\n')
+    assert [row.id for row in read(path)] == ["rows.json:1", "rows.json:2"], "lines, as some call .json"
+    for text, message in (
+        ('[{"prompt": "a"},\n', "broken JSON at line 2, column 1"),
+        ('[{"prompt": "a", "answer": 1}, 3]', "item 2: a number where an object is needed"),
+        ('[{"prompt": "a", "answer": 1}, {"answer": 3}]', 'item 2: no column "prompt"'),
+        ("[]", "has no rows"),
+        ("", "has no rows"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=f"rows.json.*{message}"):
+            read(path)
+
+
+def test_compressed_lines_are_read_and_damage_is_named(tmp_path: Path):
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(GOOD * 3_000))
+    assert len(read(path)) == 3_000
+    whole = path.read_bytes()
+    damaged = whole[:40] + b"\xff" * 8 + whole[48:]
+    for content in (whole[:-20], damaged, GOOD, whole[:5]):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"rows\.jsonl\.gz: damaged or cut short after line \d+"):
+            read(path)

@@ -1,18 +1,15 @@
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data.conftest import make_byte_tokenizer, make_character_tokenizer
+from tests.data.conftest import WriteJsonl, make_byte_tokenizer, make_character_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from ratoon.data import DataConfig, PromptSplit, load_prompts
 from ratoon.types import UserError
-
-WriteJsonl = Callable[[Sequence[Mapping[str, Any]]], Path]
 
 
 def load(path: Path, tokenizer: PreTrainedTokenizerFast, **settings: Any) -> PromptSplit:

@@ -199,7 +199,7 @@ class DataConfig(BaseModel):
     def _check_sources(self) -> Self:
         if (self.source is None) == (not self.sources):
             raise ValueError(
-                "data needs either source or [[data.sources]] tables, got "
+                "needs either source or [[data.sources]] tables, got "
                 + ("neither; name a file, a dataset folder or a generator" if self.source is None else "both")
             )
         for name in _BELONG_TO_ONE_SOURCE:

@@ -66,7 +66,9 @@ def _split_files(folder: Path, split: str | None, key: str) -> list[Path]:
     if (folder / _STATE_FILE).exists():
         own = _read_json(folder / _STATE_FILE).get("_split")
         if split is not None and split != own:
-            raise UserError(f'{key}.split = "{split}", but {folder} is one split by itself ({own}); remove it')
+            raise UserError(
+                f'{key}.split = "{split}", but {folder} is one split by itself ({own or "unnamed"}); remove it'
+            )
         return _saved_files(folder)
     return _snapshot_files(folder, split, key)
 

@@ -113,7 +113,7 @@ def _matching(pattern: str, base_dir: Path, key: str) -> tuple[list[Path], Path]
         raise UserError(f"{key} {pattern}: not a pattern of files: {error}") from None
     files = [path for path in found if not path.is_dir()]
     if not files:
-        raise UserError(f"{key} {pattern}: no file matches; {_neighbours(root / 'x.jsonl')}")
+        raise UserError(f"{key} {pattern}: no file matches; {_neighbours(root / '*')}")
     return files, root
 
 
