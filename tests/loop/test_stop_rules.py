@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.loop.tiny_run import write_tiny_recipe
 
+from ratoon.config import load_recipe
 from ratoon.config.stop import StopConfig
 from ratoon.loop.diagnosis import StepFacts
 from ratoon.loop.stop_rules import StopReason, StopRules
 from ratoon.metrics import MetricsLog, read_metrics
 from ratoon.metrics.rows import MetricValue
+from ratoon.types import UserError
 
 GOOD: dict[str, MetricValue] = {
     "num_groups": 2,
@@ -112,6 +115,12 @@ def test_what_was_not_measured_crosses_no_bound(
     assert stopped_after(config, [step(**beyond), nothing] * 5) is None
 
 
+def test_means_over_no_token_are_no_measure():
+    """All truncated and masked: the trainer writes an entropy of 0 over 0 tokens, and nothing has collapsed."""
+    config = StopConfig(min_entropy=0.1, patience_steps=1)
+    assert stopped_after(config, [step(num_loss_tokens=0, num_truncated=8, entropy_mean=0.0)] * 3) is None
+
+
 def test_one_step_of_patience_is_said_as_one():
     found = stopped_after(StopConfig(min_entropy=0.1, patience_steps=1), [step(entropy_mean=0.0)])
     assert found is not None
@@ -172,3 +181,28 @@ def test_log_tells_a_resumed_run_what_the_run_itself_saw(tmp_path: Path):
 def test_bounds_that_mean_nothing_are_refused(key: str, value: float):
     with pytest.raises(ValueError, match=key):
         StopConfig.model_validate({key: value})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["--stop.max_kl_old=0.1"], "stop.max_kl_old cannot act on one update a step"),
+        (["--stop.max_kl_ref=0.1"], "stop.max_kl_ref goes by kl_ref_mean"),
+        (["--stop.max_repetitive_fraction=0.5"], "a repetition counts from 32 tokens on"),
+        (["--evaluation.keep_best=true", "--evaluation.every_steps=1", "--data.num_heldout=0"], "hold prompts out"),
+    ],
+)
+def test_rule_that_cannot_act_is_refused(overrides: list[str], words: str, tmp_path: Path):
+    write_tiny_recipe(tmp_path)
+    with pytest.raises(UserError, match=words):
+        load_recipe(tmp_path / "recipe.toml", overrides)
+
+
+def test_rules_that_can_act_are_taken(tmp_path: Path):
+    write_tiny_recipe(tmp_path)
+    recipe = load_recipe(
+        tmp_path / "recipe.toml",
+        ["--stop.max_kl_old=0.1", "--algorithm.num_minibatches=2", "--stop.max_kl_ref=1", "--stop.min_entropy=0.2",
+         "--algorithm.kl_coefficient=0.1", "--stop.max_repetitive_fraction=0.5", "--rollout.max_response_tokens=32"],
+    )  # fmt: skip
+    assert recipe.stop.max_kl_ref == 1

@@ -82,6 +82,11 @@ class Recipe(BaseModel):
                 "stop.max_kl_old cannot act on one update a step, before which the policy has not moved; "
                 "remove it, or set algorithm.num_minibatches to 2 or more"
             )
+        if self.stop.max_kl_ref is not None and self.algorithm.kl_in != "loss":
+            raise ValueError(
+                "stop.max_kl_ref goes by kl_ref_mean, which only a KL penalty in the loss measures; remove it, or set "
+                'algorithm.kl_coefficient above 0 with algorithm.kl_in = "loss"'
+            )
         if self.stop.max_repetitive_fraction is not None and self.rollout.max_response_tokens < MIN_CYCLE_TOKENS:
             raise ValueError(
                 f"stop.max_repetitive_fraction cannot act where rollout.max_response_tokens is "

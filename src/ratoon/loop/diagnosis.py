@@ -158,17 +158,20 @@ class StepFacts:
         if "num_zero_advantages" not in values:  # rows of version 0.1
             is_useless = counts["num_equal_reward_groups"] == counts["num_groups"]
             counts["num_zero_advantages"] = counts["num_responses"] if is_useless else 0
+        num_loss_tokens = _count(values, "num_loss_tokens")
+        # Over no token, a mean is written as 0, which is no measure.
+        of_tokens: Mapping[str, MetricValue] = {} if num_loss_tokens == 0 else values
         return cls(
             **counts,
             num_updates=_count(values, "num_updates"),
-            num_loss_tokens=_count(values, "num_loss_tokens"),
+            num_loss_tokens=num_loss_tokens,
             reward_mean=_number(values, "reward_mean"),
             loss=_number(values, "loss"),
             grad_norm=_number(values, "grad_norm"),
             learning_rate=_number(values, "learning_rate"),
-            entropy_mean=_number(values, "entropy_mean"),
-            kl_old_mean=_number(values, "kl_old_mean"),
-            kl_ref_mean=_number(values, "kl_ref_mean"),
+            entropy_mean=_number(of_tokens, "entropy_mean"),
+            kl_old_mean=_number(of_tokens, "kl_old_mean"),
+            kl_ref_mean=_number(of_tokens, "kl_ref_mean"),
         )
 
 

@@ -11,7 +11,7 @@ from ratoon.config.recipe import Recipe
 from ratoon.data import load_prompts
 from ratoon.loop.evaluation import Answers, Evaluation, answer, measure
 from ratoon.loop.inputs import check_attention, load_model, resolve_device
-from ratoon.models import load_tokenizer
+from ratoon.models import check_vocabulary, load_tokenizer, preview_model
 from ratoon.rewards import RewardPool
 from ratoon.rollout import RolloutEngine, build_engine
 from ratoon.types.errors import UserError
@@ -55,6 +55,8 @@ def evaluate_model(
     tokenizer = load_tokenizer(
         str(path), eos_token=recipe.model.eos_token, trust_remote_code=recipe.model.trust_remote_code
     )
+    if task.checkpoint is None:  # a run's was checked when the run began
+        check_vocabulary(tokenizer, preview_model(recipe.model).shape.vocab_size)
     split = load_prompts(recipe.data, tokenizer, base_dir=task.base_dir)
     for line in split.report.warnings:
         warn(line)
