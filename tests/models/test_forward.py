@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ratoon.layout import PackedLayout, pack_documents, pack_groups, pack_sequences
 from ratoon.models import attach, forward_logprobs, stock_attention
-from ratoon.types import Prompt, Response, RolloutGroup
+from ratoon.types import Prompt, Response, RolloutGroup, SampledSupport
 
 torch.set_num_threads(1)
 
@@ -39,6 +39,54 @@ def test_temperature_divides_the_logits_that_sampling_sees(name: str, temperatur
                 torch.testing.assert_close(entropy_M[part], expected_entropy_M, rtol=0, atol=1e-5)
                 done = part.stop
     assert done == logprobs_M.shape[0]
+
+
+def kept_of(layout: PackedLayout, seed: int = 0) -> SampledSupport:
+    """Each scored token among itself and up to 20 others."""
+    rng = np.random.default_rng(seed)
+    others = [rng.choice(VOCAB_SIZE, rng.integers(0, 20), replace=False) for _ in layout.target_M]
+    pairs = zip(others, layout.target_M, strict=True)
+    return SampledSupport.of([np.union1d(ids, [target]).astype(np.int32) for ids, target in pairs])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "granite"])
+def test_a_support_renormalises_what_the_model_says(name: str):
+    """Log-softmax over the kept tokens of the model's own logits, scaled (Cohere, Granite) and capped (Gemma 2) before
+    the temperature; the gradient reaches every weight as it does through the full logits."""
+    model = attach(build_model(name))
+    layout = pack_sequences(SEQUENCES)
+    support = kept_of(layout)
+    logprobs_M, entropy_M = forward_logprobs(model, layout, 0.7, support=support)
+    (logprobs_M.sum() + 0.3 * entropy_M.sum()).backward()
+    ours = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    rows: list[torch.Tensor] = []
+    with stock_attention(model, "eager"):
+        for sequence in SEQUENCES:
+            rows.append(model(input_ids=torch.tensor([sequence])).logits[0, :-1] / 0.7)
+    logits_MV = torch.cat(rows)
+    left_out_MV = torch.ones_like(logits_MV, dtype=torch.bool)
+    for row, ids in enumerate(np.split(support.token_ids, support.offsets[1:-1])):
+        left_out_MV[row, ids.tolist()] = False
+    expected_MV = logits_MV.masked_fill(left_out_MV, -torch.inf).log_softmax(-1)
+    expected_M = expected_MV.gather(1, torch.tensor(layout.target_M)[:, None])[:, 0]
+    expected_entropy_M = -(expected_MV.exp() * expected_MV.masked_fill(left_out_MV, 0)).sum(-1)
+    torch.testing.assert_close(logprobs_M, expected_M, rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy_M, expected_entropy_M, rtol=0, atol=1e-5)
+    (expected_M.sum() + 0.3 * expected_entropy_M.sum()).backward()
+    for got, parameter in zip(ours, model.parameters(), strict=True):
+        if parameter.grad is not None:
+            torch.testing.assert_close(got, parameter.grad, rtol=1e-3, atol=2e-4)
+
+
+def test_a_support_of_other_tokens_is_refused():
+    model = attach(build_model("llama"))
+    layout = pack_sequences(SEQUENCES)
+    fewer = SampledSupport.of([np.array([5], np.int32)])
+    for given in (layout, pack_groups([])):
+        with pytest.raises(ValueError, match=rf"support is of 1 tokens, the layout scores {given.num_scored}"):
+            forward_logprobs(model, given, support=fewer)
+    assert forward_logprobs(model, pack_groups([]), support=SampledSupport.of([]))[0].shape == (0,)
 
 
 @pytest.mark.parametrize(

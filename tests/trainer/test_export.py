@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from tests.trainer.tiny_policy import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import PreTrainedModel as Model
 
-from ratoon.models import attach
+from ratoon.cli.main import main
+from ratoon.models import LoraConfig, ModelConfig, align_eos, attach, build_policy, stock_attention
+from ratoon.models.config import Dtype
 from ratoon.trainer.checkpoint import checkpoint_step, save_checkpoint
-from ratoon.trainer.export import export_checkpoint
+from ratoon.trainer.export import AdapterExport, export_checkpoint
 from ratoon.trainer.model_folder import model_file_bytes, save_model
 from ratoon.types import UserError
 
@@ -151,3 +154,104 @@ def test_an_export_among_the_checkpoints_is_refused(tmp_path: Path, out: str):
     with pytest.raises(UserError, match="among the checkpoints of a run"):
         export_checkpoint(tmp_path, tmp_path / out)
     assert os.listdir(tmp_path / "checkpoints") == ["step-000001"]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """The folder of a base model."""
+    tiny_model(seed=5).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@torch.no_grad()
+def save_adapted(run_dir: Path, base: Path, dtype: Dtype = "float32") -> Model:
+    """A checkpoint of a policy whose adapters have moved; returns the policy."""
+    model = build_policy(ModelConfig(path=str(base), dtype=dtype, lora=LoraConfig(rank=2, alpha=4)), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    align_eos(model, tiny_tokenizer())
+    save(run_dir, 1, model)
+    return model
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([[2, 3, 11, 7]])).logits.float()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_are_merged_into_an_ordinary_model(tmp_path: Path, base: Path, dtype: Dtype):
+    policy = save_adapted(tmp_path / "run", base, dtype)
+    exported = export_to(tmp_path / "run", tmp_path / "out")
+    assert not list(exported.glob("adapter*")) and not (exported / "base_model.json").exists()
+    loaded = load(exported)
+    assert loaded.dtype == getattr(torch, dtype)
+    assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == 1
+    assert AutoTokenizer.from_pretrained(exported)("abj")["input_ids"] == [2, 3, 11]
+    ulp = {"float32": 2**-23, "bfloat16": 2**-7}[dtype]
+    own, before = policy.state_dict(), load(base).to(loaded.dtype).state_dict()
+    for name, weight in loaded.state_dict().items():
+        expected = before[name].double()
+        layer = name.removesuffix(".weight")
+        if f"{layer}.base_layer.weight" in own:
+            A, B = (own[f"{layer}.lora_{which}.default.weight"].double() for which in "AB")
+            change = 2.0 * B @ A  # alpha / rank
+            assert change.abs().max() > 0.1, "the adapters must show"
+            expected = expected + change
+        # The product is rounded, and the sum; terms of the product may cancel.
+        torch.testing.assert_close(weight.double(), expected, rtol=2 * ulp, atol=ulp / 4, msg=name)
+
+
+def test_adapters_alone(tmp_path: Path, base: Path):
+    policy = save_adapted(tmp_path / "run", base)
+    export_checkpoint(tmp_path / "run", tmp_path / "out", adapters=AdapterExport(is_merged=False))
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= set(os.listdir(tmp_path / "out"))
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    stock = PeftModel.from_pretrained(load(base), tmp_path / "out")
+    with stock_attention(policy, "sdpa"):
+        torch.testing.assert_close(logits_of(stock), logits_of(policy), rtol=0, atol=1e-6)
+
+
+def test_a_checkpoint_of_adapters_is_small(tmp_path: Path, base: Path):
+    policy = save_adapted(tmp_path / "run", base)
+    reckoned = model_file_bytes(policy) - model_file_bytes(torch.nn.Identity())
+    num_trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    assert reckoned == 4 * num_trained
+    written = (tmp_path / "run" / "checkpoints" / "step-000001" / "adapter_model.safetensors").stat().st_size
+    assert reckoned <= written <= reckoned + 8_192
+
+
+def test_a_base_that_is_gone_or_moved(tmp_path: Path, base: Path):
+    save_adapted(tmp_path / "run", base)
+    base.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"step-000001 cannot be merged .*base' does not exist.*--base.*--adapter"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".partial*"))
+    export_checkpoint(tmp_path / "run", tmp_path / "out", adapters=AdapterExport(base_path=str(tmp_path / "elsewhere")))
+    load(tmp_path / "out")
+    tiny_model(seed=6).save_pretrained(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"elsewhere' are not those that the adapter was trained on"):
+        export_checkpoint(
+            tmp_path / "run", tmp_path / "other", adapters=AdapterExport(base_path=str(tmp_path / "elsewhere"))
+        )
+
+
+def test_whole_models_have_no_adapters_to_export(tmp_path: Path):
+    save(tmp_path, 1, tiny_model())
+    with pytest.raises(UserError, match=r"holds a whole model and no adapters, .*without --adapter"):
+        export_checkpoint(tmp_path, tmp_path / "out", adapters=AdapterExport(is_merged=False))
+
+
+def test_the_command(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]):
+    save_adapted(tmp_path / "run", base)
+    run = str(tmp_path / "run")
+    assert main(["export", run, str(tmp_path / "merged")]) == 0
+    assert "AutoModelForCausalLM.from_pretrained(" in capsys.readouterr().out
+    assert main(["export", run, str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert "PeftModel.from_pretrained(BASE, " in capsys.readouterr().out
+    assert main(["export", run, str(tmp_path / "other"), "--adapter", "--base", str(base)]) == 2
+    assert "--adapter writes the adapters alone" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "merged", "run"]

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.test_adapters import GROUPS, adapted
 from torch import Tensor, nn
 
+from ratoon.layout import pack_groups
+from ratoon.models import forward_logprobs
 from ratoon.trainer import MasterOptimizer, TrainerConfig
 from ratoon.trainer.optimizer import learning_rate_at, scheduled_rate
 
@@ -212,3 +215,42 @@ def test_every_step_of_a_run_has_a_rate_above_zero():
     rates = [learning_rate_at(step, config) for step in range(config.num_steps)]
     assert rates == pytest.approx([1e-4, 2e-4, 3e-4, 2.4e-4, 1.8e-4, 1.2e-4, 0.6e-4])
     assert learning_rate_at(0, TrainerConfig(num_steps=0)) == TrainerConfig().learning_rate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_adapters_are_trained(dtype: torch.dtype):
+    """Nothing is kept for a frozen weight, its gradient is none of the norm, and it stays as it is, bit by bit."""
+    model = adapted("qwen3", dtype=dtype)
+    frozen = {name: value.detach().clone() for name, value in model.named_parameters() if not value.requires_grad}
+    optimizer = MasterOptimizer(model.parameters(), learning_rate=1.0, weight_decay=0.5, betas=(0.9, 0.95))
+    names = [name for name, value in model.named_parameters() if value.requires_grad]
+    assert len(optimizer.parameters) == len(names) and all("lora_" in name for name in names)
+    assert {master.dtype for master in optimizer.masters} == {torch.float32}
+    layout = pack_groups(GROUPS)
+    for step in range(3):
+        forward_logprobs(model, layout)[0].sum().backward()
+        gradients = [parameter.grad.double() for parameter in optimizer.parameters if parameter.grad is not None]
+        expected_norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
+        optimizer.accumulate()
+        norm = optimizer.step(learning_rate=0.01, max_grad_norm=1.0)
+        assert norm == pytest.approx(expected_norm, rel=1e-3) and norm > 0, step
+    assert set(optimizer.adamw.state) == set(optimizer.masters)
+    for name, value in model.named_parameters():
+        if name in frozen:
+            assert torch.equal(value, frozen[name]) and value.grad is None, name
+        else:
+            assert value.any(), name
+
+
+def test_adapters_of_16_bits_gather_small_updates():
+    model = adapted("qwen3", dtype=torch.bfloat16)
+    optimizer = MasterOptimizer(model.parameters(), learning_rate=1.0, weight_decay=0.0, betas=(0.9, 0.95))
+    first = next(index for index, parameter in enumerate(optimizer.parameters) if parameter.any())
+    before = optimizer.parameters[first].detach().clone()
+    for _ in range(50):
+        for parameter in optimizer.parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.accumulate()
+        optimizer.step(learning_rate=1e-7, max_grad_norm=UNCLIPPED)
+    moved = (optimizer.masters[first] - before.float()).abs()
+    torch.testing.assert_close(moved, torch.full_like(moved, 50e-7), rtol=0.1, atol=0)

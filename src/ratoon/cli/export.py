@@ -32,8 +32,11 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
 
 
 def _run(known: argparse.Namespace, _: Sequence[str]) -> int:
+    from transformers.utils.logging import disable_progress_bar
+
     from ratoon.trainer.export import AdapterExport, export_checkpoint
 
+    disable_progress_bar()  # transformers would draw one for each file
     adapters = None
     if known.adapter or known.base is not None or known.trust_remote_code:
         if known.adapter and (known.base is not None or known.trust_remote_code):

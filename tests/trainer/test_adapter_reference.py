@@ -1,0 +1,31 @@
+"""The reference of a LoRA run."""
+
+import pytest
+import torch
+from tests.models.test_adapters import GROUPS, adapted, randomize, trained
+from tests.parity.families import build_model
+
+from ratoon.layout import pack_groups
+from ratoon.models import attach, forward_logprobs
+from ratoon.trainer.adapter_reference import adapters_off_reference
+from ratoon.trainer.reference import frozen_reference
+
+
+def test_it_is_the_frozen_base_whatever_the_adapters_became():
+    layout = pack_groups(GROUPS)
+    model = adapted("qwen3")
+    score = adapters_off_reference(model, 0.7)
+    expected_M = frozen_reference(attach(build_model("qwen3")), 0.7)(layout, None)
+    for seed in (0, 1):
+        randomize(model, seed)
+        model.train()
+        ref_logprobs_M = score(layout, None)
+        assert torch.equal(ref_logprobs_M, expected_M) and not ref_logprobs_M.requires_grad
+        policy_M, _ = forward_logprobs(model, layout, 0.7)
+        assert (policy_M - ref_logprobs_M).abs().max() > 0.05
+        assert model.training and len(trained(model)) == 2 * 2 * 7
+
+
+def test_a_model_without_adapters_has_none():
+    with pytest.raises(ValueError, match=r"has no adapters; its reference is a frozen_reference"):
+        adapters_off_reference(attach(build_model("llama")), 1.0)
