@@ -2,8 +2,9 @@
 
 # Shape letters: R response tokens, V vocabulary.
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from ratoon.algorithms import AlgorithmConfig
 from ratoon.distributed import DataParallel, single_process
 from ratoon.models import attach
-from ratoon.trainer import MasterOptimizer, StepResult, Trainer, Update
+from ratoon.trainer import MasterOptimizer, StepResult, Trainer, Update, frozen_reference
 from ratoon.types import Prompt, Response, RolloutGroup
 
 FAMILY = "qwen3"
@@ -27,6 +28,59 @@ MAX_GRAD_NORM = 0.5
 
 WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
+MAX_RESPONSE_TOKENS = 11
+REFERENCE_SEED = 1
+NARROW: dict[str, Any] = {"clip_low": 0.03, "clip_high": 0.05, "entropy_coefficient": 0.05, "num_minibatches": 2}
+"""Ratios leave this range after the first of two updates."""
+
+
+def algorithm_cases() -> dict[str, AlgorithmConfig]:
+    """Every algorithm, every KL in the loss, every correction, and some together."""
+    given: dict[str, dict[str, Any]] = {
+        "grpo": {},
+        "dr-grpo": {},
+        "dapo": {},
+        "rloo": {},
+        "reinforce++": {},
+        "reinforce++-baseline": {},
+        "gspo": {},
+        "cispo": {},
+        "cispo without a lower bound": {"name": "cispo", "clip_low": None},
+        "gspo with a mean over tokens": {"name": "gspo", "loss_mean": "token"},
+        "dual clip": {"name": "grpo", "dual_clip": 1.07},
+        "k3": {"name": "grpo", "kl_coefficient": 0.3},
+        "k2": {"name": "reinforce++-baseline", "kl_coefficient": 0.3},
+        "token-tis": {"name": "grpo", "mismatch_correction": "token-tis", "mismatch_max_ratio": 1.2},
+        "sequence-tis": {"name": "grpo", "mismatch_correction": "sequence-tis", "mismatch_max_ratio": 1.5},
+        "sequence-tis by mean": {
+            "name": "dapo",
+            "mismatch_correction": "sequence-tis",
+            "mismatch_sequence_ratio": "geometric-mean",
+            "mismatch_max_ratio": 1.05,
+        },
+        "masked-is": {"name": "dapo", "mismatch_correction": "masked-is", "mismatch_max_ratio": 1.2},
+        "sequence-masked-is": {"name": "grpo", "mismatch_correction": "sequence-masked-is", "mismatch_max_ratio": 1.5},
+        "icepop": {
+            "name": "dr-grpo",
+            "mismatch_correction": "icepop",
+            "mismatch_min_ratio": 0.8,
+            "mismatch_max_ratio": 1.2,
+        },
+        "gspo with k3 and icepop": {
+            "name": "gspo",
+            "kl_coefficient": 0.3,
+            "mismatch_correction": "icepop",
+            "mismatch_max_ratio": 1.3,
+        },
+        "cispo with k2 and sequence-tis": {
+            "name": "cispo",
+            "kl_coefficient": 0.3,
+            "kl_estimator": "k2",
+            "mismatch_correction": "sequence-tis",
+            "mismatch_max_ratio": 1.5,
+        },
+    }
+    return {case: AlgorithmConfig(**{"name": case, **NARROW, **settings}) for case, settings in given.items()}
 
 
 def make_group(rng: np.random.Generator, prompt: list[int], response_lengths: Sequence[int]) -> RolloutGroup:
@@ -69,6 +123,16 @@ class Outcome:
     grad_norm: float = 0.0
     mismatch_mean_abs: float | None = None
     mismatch_max_abs: float | None = None
+    mismatch_ratio_mean: float | None = None
+    mismatch_ratio_max: float | None = None
+    mismatch_kl_mean: float | None = None
+    kl_ref_mean: float | None = None
+    corrected_fraction: float | None = None
+    correction_mean: float | None = None
+
+    def reported(self) -> dict[str, float | None]:
+        """Everything but what the step did to the model."""
+        return {name: value for name, value in asdict(self).items() if name not in ("loss", "gradients", "weights")}
 
 
 class RecordingOptimizer(MasterOptimizer):
@@ -91,6 +155,11 @@ def attached_model() -> PreTrainedModel:
     return attach(build_model(FAMILY))
 
 
+@cache
+def reference_model() -> PreTrainedModel:
+    return attach(build_model(FAMILY, REFERENCE_SEED))
+
+
 def run_trainer(
     updates: Sequence[Update], algorithm: AlgorithmConfig, data_parallel: DataParallel | None = None
 ) -> tuple[Outcome, StepResult]:
@@ -105,53 +174,53 @@ def run_trainer(
         temperature=TEMPERATURE,
         max_grad_norm=MAX_GRAD_NORM,
         data_parallel=data_parallel or single_process(),
+        reference=frozen_reference(reference_model(), TEMPERATURE) if algorithm.needs_reference else None,
+        max_response_tokens=MAX_RESPONSE_TOKENS,
     )
     with kept_in_float64():
         result = trainer.step(updates, learning_rate=LEARNING_RATE)
-    outcome = Outcome(
-        loss=result.loss,
-        gradients=optimizer.recorded,
-        weights=weights_of(model),
-        entropy_mean=result.entropy_mean,
-        ratio_mean=result.ratio_mean,
-        kl_old_mean=result.kl_old_mean,
-        clipped_fraction=result.clipped_fraction,
-        grad_norm=result.grad_norm,
-        mismatch_mean_abs=result.mismatch_mean_abs,
-        mismatch_max_abs=result.mismatch_max_abs,
-    )
-    return outcome, result
+    shared = {item.name for item in fields(Outcome)} - {"gradients", "weights"}
+    reported = {name: getattr(result, name) for name in shared}
+    return Outcome(gradients=optimizer.recorded, weights=weights_of(model), **reported), result
 
 
 def run_by_hand(minibatches: Sequence[Sequence[RolloutGroup]], algorithm: AlgorithmConfig) -> Outcome:
-    """The same step from the papers' formulas: arXiv 2402.03300 eq. 3, arXiv 2503.14476 eq. 8."""
+    """The same step from the papers' formulas, which `response_objective` and `correction` spell out."""
     model = build_model(FAMILY)
     model.set_attn_implementation("eager")
+    frozen = build_model(FAMILY, REFERENCE_SEED)
+    frozen.set_attn_implementation("eager")
     adamw = adamw_of(model)
     outcome = Outcome()
-    ratios: list[float] = []
-    entropies: list[float] = []
-    gaps: list[float] = []
-    num_clipped = 0
+    seen = Seen()
     with kept_in_float64():
         with torch.no_grad():
-            old = {id(r): score(model, g, r)[0] for groups in minibatches for g in groups for r in g.responses}
+            everything = [
+                (group, response) for groups in minibatches for group in groups for response in group.responses
+            ]
+            old = {id(response): score(model, group, response)[0] for group, response in everything}
+            ref = {id(response): score(frozen, group, response)[0] for group, response in everything}
         for groups in minibatches:
             num_responses = sum(len(group.responses) for group in groups)
             num_tokens = sum(len(response.token_ids) for group in groups for response in group.responses)
             losses: list[Tensor] = []
             for group, response, advantage in each_response(groups):
                 logprobs_R, entropy_R = score(model, group, response)
-                ratio_R = torch.exp(logprobs_R - old[id(response)])
-                used_R, is_clipped_R = clipped(ratio_R, advantage, algorithm)
-                share = 1 / num_tokens
-                if algorithm.loss_mean == "sequence":
-                    share = 1 / (len(response.token_ids) * num_responses)
-                losses.append(-share * (advantage * used_R + algorithm.entropy_coefficient * entropy_R).sum())
-                ratios += ratio_R.tolist()
-                entropies += entropy_R.tolist()
-                gaps += (old[id(response)] - torch.tensor(response.rollout_logprobs)).abs().tolist()
-                num_clipped += int(is_clipped_R.sum())
+                share = {
+                    "token": 1 / num_tokens,
+                    "sequence": 1 / (len(response.token_ids) * num_responses),
+                    "constant": 1 / (MAX_RESPONSE_TOKENS * num_responses),
+                }[algorithm.loss_mean]
+                gaps = (old[id(response)] - torch.tensor(response.rollout_logprobs)).tolist()
+                factors = correction(gaps, algorithm, seen)
+                used_R = response_objective(logprobs_R, old[id(response)], advantage, factors, algorithm, seen)
+                reward_R = used_R.new_tensor(factors) * used_R + algorithm.entropy_coefficient * entropy_R
+                if algorithm.kl_coefficient:
+                    kl_R = kl_by_hand(logprobs_R, ref[id(response)], algorithm.kl_estimator)
+                    reward_R = reward_R - algorithm.kl_coefficient * kl_R
+                    seen.kls += kl_R.tolist()
+                losses.append(-share * reward_R.sum())
+                seen.entropies += entropy_R.tolist()
             loss = torch.stack(losses).sum()
             backward(loss)
             outcome.loss += loss.item()
@@ -164,12 +233,104 @@ def run_by_hand(minibatches: Sequence[Sequence[RolloutGroup]], algorithm: Algori
             adamw.step()
             adamw.zero_grad()
     outcome.weights = weights_of(model)
-    outcome.entropy_mean = float(np.mean(entropies))
-    outcome.ratio_mean = float(np.mean(ratios))
-    outcome.kl_old_mean = float(np.mean([ratio - 1 - np.log(ratio) for ratio in ratios]))
-    outcome.clipped_fraction = num_clipped / len(ratios)
-    outcome.mismatch_mean_abs, outcome.mismatch_max_abs = float(np.mean(gaps)), max(gaps)
+    seen.report(outcome)
     return outcome
+
+
+@dataclass(slots=True)
+class Seen:
+    """Numbers of every token of a step, and what is reported of them."""
+
+    ratios: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    kls: list[float] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+    num_corrected: int = 0
+    num_clipped: int = 0
+
+    def report(self, outcome: Outcome) -> None:
+        outcome.entropy_mean = float(np.mean(self.entropies))
+        outcome.ratio_mean = float(np.mean(self.ratios))
+        outcome.kl_old_mean = float(np.mean([ratio - 1 - np.log(ratio) for ratio in self.ratios]))
+        outcome.clipped_fraction = self.num_clipped / len(self.ratios)
+        outcome.mismatch_mean_abs = float(np.mean(np.abs(self.gaps)))
+        outcome.mismatch_max_abs = float(np.max(np.abs(self.gaps)))
+        outcome.mismatch_ratio_mean = float(np.mean(np.exp(self.gaps)))
+        outcome.mismatch_ratio_max = float(np.max(np.exp(self.gaps)))
+        outcome.mismatch_kl_mean = float(np.mean([math.exp(gap) - 1 - gap for gap in self.gaps]))
+        if self.kls:
+            outcome.kl_ref_mean = float(np.mean(self.kls))
+        if self.factors:
+            outcome.correction_mean = float(np.mean(self.factors))
+            outcome.corrected_fraction = self.num_corrected / len(self.factors)
+
+
+def response_objective(
+    logprobs_R: Tensor,
+    old_R: Tensor,
+    advantage: float,
+    factors: list[float],
+    algorithm: AlgorithmConfig,
+    seen: Seen,
+) -> Tensor:
+    """[R] what each token adds to the objective, to be maximised, before its correction. Tokens that the correction
+    masks are not counted as clipped.
+
+    PPO clip: arXiv 2402.03300 eq. 3, arXiv 2503.14476 eq. 8, dual clip arXiv 1912.09729. GSPO: arXiv 2507.18071 eq. 5
+    to 7. CISPO: arXiv 2506.13585 eq. 4 and 5.
+    """
+    log_ratio_R = logprobs_R - old_R
+    seen.ratios += log_ratio_R.exp().tolist()
+    upper = 1 + algorithm.clip_high
+    lower = 0.0 if algorithm.clip_low is None else 1 - algorithm.clip_low
+    if algorithm.policy_loss == "cispo":
+        terms = []
+        for logprob, ratio, factor in zip(logprobs_R, log_ratio_R.exp().tolist(), factors, strict=True):
+            seen.num_clipped += factor > 0 and not lower <= ratio <= upper
+            terms.append(min(max(ratio, lower), upper) * advantage * logprob)
+        return torch.stack(terms)
+    ratio_R = log_ratio_R.exp()
+    if algorithm.policy_loss == "gspo":
+        ratio_R = torch.exp(log_ratio_R.sum() / len(log_ratio_R)).expand(len(log_ratio_R))
+    terms = []
+    for ratio, factor in zip(ratio_R, factors, strict=True):
+        if advantage > 0:
+            is_cut, limit = ratio.item() > upper, upper
+        elif algorithm.dual_clip is not None and ratio.item() > algorithm.dual_clip:
+            is_cut, limit = True, algorithm.dual_clip
+        else:
+            is_cut, limit = ratio.item() < lower, lower
+        seen.num_clipped += is_cut and factor > 0
+        terms.append(advantage * (ratio.new_tensor(limit) if is_cut else ratio))
+    return torch.stack(terms)
+
+
+def correction(gaps: list[float], algorithm: AlgorithmConfig, seen: Seen) -> list[float]:
+    """What multiplies each token's objective, from old - rollout log-probs of one response."""
+    seen.gaps += gaps
+    if algorithm.mismatch_correction == "none":
+        return [1.0] * len(gaps)
+    ratios = [math.exp(gap) for gap in gaps]
+    if algorithm.mismatch_correction.startswith("sequence"):
+        ratio = math.prod(ratios)
+        if algorithm.mismatch_sequence_ratio == "geometric-mean":
+            ratio = ratio ** (1 / len(gaps))
+        ratios = [ratio] * len(gaps)
+    factors = []
+    for ratio in ratios:
+        is_out = ratio > (algorithm.mismatch_max_ratio or 0) or ratio < (algorithm.mismatch_min_ratio or 0)
+        seen.num_corrected += is_out
+        cut = algorithm.mismatch_max_ratio if algorithm.mismatch_correction.endswith("tis") else 0.0
+        factors.append(cut if is_out else ratio)
+    seen.factors += factors
+    return factors
+
+
+def kl_by_hand(logprobs_R: Tensor, ref_R: Tensor, estimator: str | None) -> Tensor:
+    """k2 and k3 of Schulman's note, with r = reference over policy."""
+    log_r_R = ref_R - logprobs_R
+    return 0.5 * log_r_R**2 if estimator == "k2" else (log_r_R.exp() - 1) - log_r_R
 
 
 def adamw_of(model: PreTrainedModel) -> torch.optim.AdamW:
@@ -181,13 +342,6 @@ def adamw_of(model: PreTrainedModel) -> torch.optim.AdamW:
         lr=LEARNING_RATE,
         betas=BETAS,
     )
-
-
-def clipped(ratio_R: Tensor, advantage: float, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """The ratios that count, and whether each stands at its limit: the upper for good responses, else the lower."""
-    limit = 1 + algorithm.clip_high if advantage > 0 else 1 - algorithm.clip_low
-    is_clipped_R = ratio_R > limit if advantage > 0 else ratio_R < limit
-    return torch.where(is_clipped_R, limit, ratio_R), is_clipped_R
 
 
 def each_response(groups: Sequence[RolloutGroup]) -> list[tuple[RolloutGroup, Response, float]]:

@@ -3,7 +3,9 @@
 # Shape letters: M scored tokens.
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +14,16 @@ from tests.parity.families import ALL_FAMILIES, VOCAB_SIZE, build_model
 from tests.rollout.tiny import byte_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ratoon.algorithms import AlgorithmConfig
+from ratoon.distributed import single_process
 from ratoon.layout import pack_groups
+from ratoon.loop.stages import plan_updates
 from ratoon.models import align_eos, attach, build_fresh, forward_logprobs, load_policy, load_tokenizer, stock_attention
 from ratoon.models.config import FreshModelConfig
+from ratoon.planner import CostModel
 from ratoon.rollout import RolloutConfig, RolloutEngine, build_engine
-from ratoon.types import Prompt, RolloutGroup, SamplingParams
+from ratoon.trainer import MasterOptimizer, Trainer
+from ratoon.types import Prompt, RolloutGroup, SampledSupport, SamplingParams
 
 TEMPERATURE = 0.7
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -47,6 +54,14 @@ def recorded(groups: Sequence[RolloutGroup]) -> np.ndarray:
     return np.concatenate([part for part in parts if part is not None])
 
 
+def support_of(groups: Sequence[RolloutGroup]) -> SampledSupport | None:
+    """The sets of all scored tokens, in the layout's order."""
+    supports = [response.support for group in groups for response in group.responses]
+    kept = [support for support in supports if support is not None]
+    assert len(kept) in (0, len(supports))
+    return SampledSupport.concatenate(kept) if kept else None
+
+
 def gaps_over_updates(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -54,12 +69,13 @@ def gaps_over_updates(
     group_size: int,
     max_response_tokens: int,
     learning_rate: float,
+    truncation: Mapping[str, Any] | None = None,
 ) -> list[np.ndarray]:
     """[M] |recorded - recomputed| before, and after each of, 5 optimizer steps on the shared weights.
 
     Every step raises the log-probs of one half of the responses and lowers the others', so weights really move.
     """
-    config = RolloutConfig(temperature=TEMPERATURE, max_response_tokens=max_response_tokens)
+    config = RolloutConfig(temperature=TEMPERATURE, max_response_tokens=max_response_tokens, **(truncation or {}))
     engine = build_engine(config, model, tokenizer, model.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     gaps: list[np.ndarray] = []
@@ -69,7 +85,8 @@ def gaps_over_updates(
         for version in range(6):
             groups = await generate_all(engine, prompts, group_size, config.sampling_params(seed=0), step=version)
             layout = pack_groups(groups)
-            logprobs_M, _ = forward_logprobs(model, layout, temperature=TEMPERATURE)
+            support = support_of(groups)
+            logprobs_M, _ = forward_logprobs(model, layout, temperature=TEMPERATURE, support=support)
             rollout_M = recorded(groups)
             gaps.append(np.abs(rollout_M - logprobs_M.detach().cpu().numpy()))
             versions = {
@@ -81,7 +98,8 @@ def gaps_over_updates(
             (-(sign_M * logprobs_M).mean()).backward()
             optimizer.step()
             with torch.no_grad():
-                moved.append(float((forward_logprobs(model, layout, TEMPERATURE)[0] - logprobs_M).abs().max()))
+                now_M, _ = forward_logprobs(model, layout, TEMPERATURE, support=support)
+                moved.append(float((now_M - logprobs_M).abs().max()))
             await engine.update_weights(model.state_dict(), version + 1)
         await engine.close()
 
@@ -99,6 +117,73 @@ def test_quickstart_model_over_five_updates():
     for gap_M in gaps_over_updates(model, tokenizer, prompts, 8, 24, learning_rate=1e-3):
         assert gap_M.size > 300
         assert gap_M.max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "truncation",
+    [
+        {"top_p": 0.9},
+        pytest.param({"top_k": 20}, marks=pytest.mark.full),
+        pytest.param({"min_p": 0.05}, marks=pytest.mark.full),
+        {"top_k": 50, "top_p": 0.95, "min_p": 0.01},
+    ],
+)
+def test_truncated_sampling_over_five_updates(truncation: dict[str, Any]):
+    """TRL#6789, verl#6240: renormalised over the kept tokens on both sides, also when the weights have moved."""
+    model, tokenizer = build_fresh(FreshModelConfig(), seed=0)
+    attach(model)
+    model.train()
+    prompts = random_prompts([7, 16, 17, 40], len(tokenizer))
+    for gap_M in gaps_over_updates(model, tokenizer, prompts, 4, 16, learning_rate=1e-3, truncation=truncation):
+        assert gap_M.size > 80
+        assert gap_M.max() < 1e-5
+
+
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_the_trainer_learns_from_the_distribution_that_was_drawn_from(num_updates: int):
+    """Through the trainer itself. With one update all ratios are 1; with two, those of the second are of one support
+    too. Were the support dropped, the same step would see a gap of tenths of a nat (TRL#6789, verl#6240), and without
+    the temperature likewise (TRL#4159)."""
+
+    def gap(temperature: float = TEMPERATURE, keep_support: bool = True) -> float:
+        model, tokenizer = build_fresh(FreshModelConfig(), seed=0)
+        config = RolloutConfig(temperature=TEMPERATURE, top_p=0.8, max_response_tokens=12)
+        engine = build_engine(config, attach(model), tokenizer)
+        prompts = random_prompts([5, 17, 9, 12], len(tokenizer))
+        groups = asyncio.run(generate_all(engine, prompts, 4, config.sampling_params(seed=0)))
+        asyncio.run(engine.close())
+        groups = [replace(group, advantages_N=np.array([1.0, -1.0, 0.5, -0.5])) for group in groups]
+        if not keep_support:
+            groups = [
+                replace(group, responses=tuple(replace(response, support=None) for response in group.responses))
+                for group in groups
+            ]
+        trainer = Trainer(
+            model,
+            MasterOptimizer(model.parameters(), learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.95)),
+            algorithm=AlgorithmConfig(num_minibatches=num_updates),
+            temperature=temperature,
+            max_grad_norm=1.0,
+            data_parallel=single_process(),
+        )
+        updates = plan_updates(
+            groups,
+            num_updates=num_updates,
+            num_ranks=1,
+            max_rows_per_microbatch=60,
+            cost=CostModel(),
+            share_prompts=True,
+        )
+        result = trainer.step(updates, learning_rate=1e-3)
+        assert result.mismatch_max_abs is not None and result.entropy_mean > 0
+        if num_updates == 1:
+            assert result.ratio_mean == pytest.approx(1.0, abs=1e-6)
+        return result.mismatch_max_abs
+
+    assert gap() < 1e-5
+    if num_updates == 1:
+        assert gap(keep_support=False) > 0.1
+        assert gap(temperature=1.0) > 0.01
 
 
 @pytest.mark.gpu

@@ -35,7 +35,7 @@ class PolicyLoss:
 
     num_clipped_low: Tensor
     """Tokens without gradient because the ratio (gspo: their response's) fell below 1 - clip_low (advantage < 0).
-    cispo: tokens whose ratio was raised to it, with their gradient."""
+    cispo: tokens whose ratio was raised to it, with their gradient. None where the advantage is 0."""
 
     num_clipped_high: Tensor
     """Tokens without gradient because the ratio (gspo: their response's) rose above 1 + clip_high (advantage > 0) or
@@ -148,7 +148,12 @@ def cispo_policy_loss(
     kept_M = ratio_M.clamp(lowest, 1.0 + clip_high)
     policy_logprobs_M = torch.where(tokens.is_loss_M, policy_logprobs_M.to(kept_M.dtype), 0.0)
     objective_M = kept_M * tokens.advantages_M * policy_logprobs_M
-    return tokens.result(objective_M, is_low_M=ratio_M < lowest, is_high_M=ratio_M > 1.0 + clip_high)
+    has_gradient_M = tokens.advantages_M != 0
+    return tokens.result(
+        objective_M,
+        is_low_M=(ratio_M < lowest) & has_gradient_M,
+        is_high_M=(ratio_M > 1.0 + clip_high) & has_gradient_M,
+    )
 
 
 def entropy_bonus(entropy_M: Tensor, loss_weights_M: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def mismatch_correction(
     "geometric-mean", exp(mean mismatch), does not see the length; it measures the gap rather than correcting it.
 
     Masked tokens stay in the loss's denominators: what a token contributes does not depend on its siblings' ratios.
-    The log ratio is bounded before the exponential, whatever the length, so that every factor is finite. With one
+    The log ratio is bounded from above before the exponential, so that every factor is finite at any length. With one
     update a step, old_logprobs_M is the policy itself, detached. sequence_of_M: [M] integers below `num_sequences`.
     """
     kind, largest = config.mismatch_correction, config.mismatch_max_ratio
@@ -109,7 +109,7 @@ def mismatch_correction(
             log_ratio_M = sum_N[sequence_of_M.long()]
         else:
             log_ratio_M = sequence_means(log_ratio_M, is_loss_M, sequence_of_M, num_sequences=num_sequences)
-    ratio_M = log_ratio_M.clamp(-_MAX_ABS_LOG_RATIO, _MAX_ABS_LOG_RATIO).exp()
+    ratio_M = log_ratio_M.clamp(max=_MAX_ABS_LOG_RATIO).exp()  # a very negative one is 0, which is right
     is_corrected_M = ratio_M > largest
     if kind in ("token-tis", "sequence-tis"):
         factor_M = ratio_M.clamp(max=largest)
