@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,12 +16,13 @@ from ratoon.models import (
     LoraConfig,
     ModelConfig,
     build_fresh,
+    check_token_ids,
     check_vocabulary,
     load_tokenizer,
     preview_model,
 )
 from ratoon.models.preview import ModelPreview
-from ratoon.types import UserError
+from ratoon.types import Prompt, UserError
 
 SMALL = FreshModelConfig(hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8)
 
@@ -168,3 +170,7 @@ def test_a_special_token_beyond_the_vocabulary():
     tokenizer.eos_token = "<image>"
     with pytest.raises(UserError, match=r"'<image>' with id 99"):
         check_vocabulary(tokenizer, 99)
+    prompts = [Prompt("rows.jsonl:1", np.array([5, 98])), Prompt("rows.jsonl:2", np.array([99, 3]))]
+    check_token_ids(prompts[:1], 99)
+    with pytest.raises(UserError, match=r"rows.jsonl:2: token id 99 is outside the model's vocabulary of 99"):
+        check_token_ids(prompts, 99)

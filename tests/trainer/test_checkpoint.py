@@ -10,13 +10,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from tests.trainer.checkpoint_writer import NUM_ELEMENTS, write
+from transformers import PreTrainedModel
 
+from ratoon.layout import pack_sequences
+from ratoon.models import FreshModelConfig, LoraConfig, ModelConfig, build_policy, forward_logprobs
+from ratoon.models.config import Dtype
+from ratoon.trainer import MasterOptimizer
 from ratoon.trainer import checkpoint as checkpoint_module
 from ratoon.trainer.checkpoint import (
     FREE_BYTES_MARGIN,
@@ -28,8 +35,10 @@ from ratoon.trainer.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from ratoon.trainer.model_folder import model_file_bytes, save_model
 from ratoon.types import UserError
 
+FRESH = FreshModelConfig(hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8)
 WRITER = Path(__file__).with_name("checkpoint_writer.py")
 
 
@@ -289,3 +298,49 @@ def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, seed: in
     assert checkpoint_step(killed.latest) in (killed.num_written, killed.num_written + 1)
     assert_whole(write(tmp_path, killed.num_written + 2))  # the run goes on
     assert all(checkpoint_step(tmp_path / name) is not None for name in names(tmp_path)), "no leftovers"
+
+
+def _adapted_policy(checkpoint: Path | None, dtype: Dtype) -> tuple[PreTrainedModel, MasterOptimizer]:
+    config = ModelConfig(fresh=FRESH, dtype=dtype, lora=LoraConfig(rank=2, alpha=4))
+    model = build_policy(config, seed=3, checkpoint=checkpoint)
+    optimizer = MasterOptimizer(model.parameters(), learning_rate=1.0, weight_decay=0.1, betas=(0.9, 0.95))
+    if checkpoint is not None:
+        optimizer.load_state_dict(load_checkpoint(checkpoint).state["optimizer"])
+    return model, optimizer
+
+
+def _update(model: PreTrainedModel, optimizer: MasterOptimizer) -> None:
+    logprobs_M, _ = forward_logprobs(model, pack_sequences([[3, 4, 5, 6, 9], [3, 4, 7]]))
+    (-logprobs_M.mean()).backward()
+    optimizer.accumulate()
+    optimizer.step(learning_rate=0.003, max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_with_adapters_resumes_bit_by_bit(tmp_path: Path, dtype: Dtype):
+    """The checkpoint holds adapters and their optimizer's state alone; the base comes from the recipe. In 16 bits the
+    masters too must come back: the adapters are their rounding."""
+    undisturbed, optimizer = _adapted_policy(None, dtype)
+    for step in range(4):
+        _update(undisturbed, optimizer)
+        if step == 1:
+            checkpoint = save_checkpoint(
+                tmp_path,
+                2,
+                model_writer=partial(save_model, undisturbed, None),
+                model_bytes=model_file_bytes(undisturbed),
+                state={"optimizer": optimizer.state_dict()},
+                position={},
+            )
+            assert {"adapter_model.safetensors", "adapter_config.json", "base_model.json", "manifest.json"} <= set(
+                names(checkpoint)
+            )
+            assert not list(checkpoint.glob("model*.safetensors"))
+    resumed, optimizer = _adapted_policy(tmp_path / "step-000002", dtype)
+    for _ in range(2):
+        _update(resumed, optimizer)
+    expected = dict(undisturbed.named_parameters())
+    for name, parameter in resumed.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+    begun_anew, _ = _adapted_policy(None, dtype)
+    assert any(not torch.equal(value, expected[name]) for name, value in begun_anew.named_parameters())

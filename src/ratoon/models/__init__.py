@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ratoon.models.load import align_eos, load_policy, load_tokenizer
     from ratoon.models.model_files import resolve_model_path
     from ratoon.models.policy import build_policy, load_merged, save_policy_adapters
-    from ratoon.models.preview import ModelPreview, check_vocabulary, preview_model
+    from ratoon.models.preview import ModelPreview, check_token_ids, check_vocabulary, preview_model
     from ratoon.models.recompute import set_recompute
     from ratoon.models.rope import fix_rope
     from ratoon.models.shape import model_shape
@@ -35,6 +35,7 @@ _HOMES = {
     "attention_choices": "interface",
     "build_fresh": "fresh",
     "build_policy": "policy",
+    "check_token_ids": "preview",
     "check_vocabulary": "preview",
     "describe_adapters": "adapters",
     "fix_rope": "rope",
@@ -66,6 +67,7 @@ __all__ = [
     "attention_choices",
     "build_fresh",
     "build_policy",
+    "check_token_ids",
     "check_vocabulary",
     "describe_adapters",
     "fix_rope",

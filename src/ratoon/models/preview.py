@@ -1,5 +1,6 @@
 """What a recipe's model will be, and what is wrong with it, from its files' headers: no weight is read."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from ratoon.models.load import load_config
 from ratoon.models.model_files import refusing, resolve_model_path
 from ratoon.models.refusals import refuse_model
 from ratoon.models.shape import model_shape
-from ratoon.types import ModelShape, UserError
+from ratoon.types import ModelShape, Prompt, UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
     """Raises UserError where the tokenizer gives ids that the model has no weights for.
 
     vocab_size: rows of the model's embedding, which may be padded beyond the tokenizer. Special tokens beyond it are
-    let pass (Gemma 3 has one, for images, that its text models lack): a prompt that holds one is refused by itself.
+    let pass (Gemma 3 has one, for images, that its text models lack): `check_token_ids` finds the prompts with one.
     """
     added = tokenizer.added_tokens_decoder
     outside = {
@@ -71,6 +72,17 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
             f"tokens have no weights, for example {largest!r} with id {outside[largest]}; is the tokenizer of the "
             "same model?"
         )
+
+
+def check_token_ids(prompts: Iterable[Prompt], vocab_size: int) -> None:
+    """Raises UserError naming the first prompt with a token that the model has no weights for."""
+    for prompt in prompts:
+        largest = int(prompt.token_ids.max(initial=0))
+        if largest >= vocab_size:
+            raise UserError(
+                f"{prompt.id}: token id {largest} is outside the model's vocabulary of {vocab_size:,}, as a special "
+                "token that only larger models of the family know; take it out of the prompt"
+            )
 
 
 def _configuration(config: ModelConfig) -> tuple[PreTrainedConfig, bool]:
