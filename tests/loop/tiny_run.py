@@ -34,6 +34,7 @@ group_size = 4
 max_response_tokens = 6
 [reward]
 function = "python:reward.py:score"
+num_workers = 1
 [trainer]
 num_steps = 6
 learning_rate = 1e-2
@@ -42,7 +43,8 @@ keep_checkpoints = 9
 device = "cpu"
 """
 
-# `trigger` holds how many scores go by before its action; a test of Ctrl-C or of a failure writes it.
+# `trigger` holds how many scores go by before its action; a test of Ctrl-C or of a failure writes it. One worker, a
+# child of the run, scores one response after the other.
 REWARD = """\
 import os
 import shutil
@@ -79,7 +81,7 @@ def act(action):
                 filler.truncate(filler.tell() // 4096 * 4096 - int(num_bytes_left))
         return None
     for _ in range(2 if action.endswith("-twice") else 1):
-        os.kill(os.getpid(), signal.SIGTERM if action.startswith("terminate") else signal.SIGINT)
+        os.kill(os.getppid(), signal.SIGTERM if action.startswith("terminate") else signal.SIGINT)
         time.sleep(0.2)  # two signals at once are one
 """
 
