@@ -117,6 +117,15 @@ def test_reward_of_ones_own_on_a_run(run: Path, evaluate: Eval, trained: Path):
     assert json.loads(out)["reward_mean"] == 2.5
 
 
+def test_run_with_adapters(evaluate: Eval, tmp_path: Path):
+    write_tiny_recipe(tmp_path)
+    assert main(["train", str(tmp_path / "recipe.toml"), "--trainer.num_steps=1", "--model.lora.rank=2"]) == 0
+    run = tmp_path / "runs" / "tiny"
+    status, out, err = evaluate(run, "--json")
+    assert status == 0, err
+    assert json.loads(out)["reward_mean"] == metrics_rows(run, "evaluate")[-1]["reward_mean"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from ratoon.config.recipe import Recipe
 from ratoon.data import load_prompts
 from ratoon.loop.evaluation import Answers, Evaluation, answer, measure
 from ratoon.loop.inputs import check_attention, load_model, resolve_device
-from ratoon.models import check_vocabulary, load_tokenizer, preview_model
+from ratoon.models import build_fresh, check_vocabulary, load_tokenizer, preview_model
 from ratoon.rewards import RewardPool
 from ratoon.rollout import RolloutEngine, build_engine
 from ratoon.types.errors import UserError
@@ -50,11 +51,7 @@ def evaluate_model(
     recipe = task.recipe
     device = resolve_device(recipe.trainer.device)
     check_attention(recipe.model.attention)
-    path = task.checkpoint or recipe.model.path
-    assert path is not None, "without a checkpoint the model table names a folder"
-    tokenizer = load_tokenizer(
-        str(path), eos_token=recipe.model.eos_token, trust_remote_code=recipe.model.trust_remote_code
-    )
+    tokenizer = _tokenizer(recipe, task.checkpoint)
     if task.checkpoint is None:  # a run's was checked when the run began
         check_vocabulary(tokenizer, preview_model(recipe.model).shape.vocab_size)
     split = load_prompts(recipe.data, tokenizer, base_dir=task.base_dir)
@@ -69,6 +66,22 @@ def evaluate_model(
         answers = _unwrapped(lambda: asyncio.run(_answer(engine, prompts, recipe, rewards, warn)))
     config = recipe.evaluation
     return measure(answers, group_size=config.group_size, pass_threshold=config.pass_threshold), answers.scored
+
+
+def _tokenizer(recipe: Recipe, checkpoint: Path | None) -> PreTrainedTokenizerBase:
+    """The checkpoint's own; where it holds adapters only, the base model's."""
+    config = recipe.model
+    has_own = checkpoint is not None and config.lora is None
+    if not has_own and config.fresh is not None:
+        return build_fresh(config.fresh, recipe.run.seed)[1]
+    path = checkpoint if has_own else config.path
+    assert path is not None, "a model config has a path or is fresh"
+    return load_tokenizer(
+        str(path),
+        gguf_file=None if has_own else config.gguf_file,
+        eos_token=config.eos_token,
+        trust_remote_code=config.trust_remote_code,
+    )
 
 
 async def _answer(
