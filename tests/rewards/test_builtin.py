@@ -13,7 +13,7 @@ from tests.rewards.pools import open_pool, rewards_of
 
 from ratoon.data import DataConfig
 from ratoon.data.generators import generate_rows
-from ratoon.rewards import RewardPool, ScoredGroups
+from ratoon.rewards import RewardPool
 from ratoon.rewards.components import ComponentSpec, PromptText
 from ratoon.rewards.mathematics import MathVerify
 from ratoon.rewards.scorers import ExactMatch, Format, Regex, Scorer
@@ -37,23 +37,18 @@ def make_group(prompt: Prompt, *texts: str) -> RolloutGroup:
 
 
 @pytest.fixture(scope="module")
-def gyms() -> Iterator[dict[str, RewardPool]]:
-    """A pool of reasoning-gym's verifiers for each way to extract; the package takes seconds to import."""
+def gym() -> Iterator[RewardPool]:
+    """reasoning-gym's verifiers with each way to extract; a worker takes seconds to import the package."""
     pytest.importorskip("reasoning_gym")
-    pools: dict[str, RewardPool] = {}
-    yield pools
-    for pool in pools.values():
-        pool.close()
+    ways = ("text", "last-number", "answer-tag")
+    components = [{"function": "reasoning-gym", "name": way.replace("-", "_"), "extract": way} for way in ways]
+    with open_pool(Path(), components=components) as pool:
+        yield pool
 
 
-def score_all(gyms: dict[str, RewardPool], prompt: Prompt, *texts: str, extract: str = "text") -> ScoredGroups:
-    if extract not in gyms:
-        gyms[extract] = open_pool(Path(), function="reasoning-gym", extract=extract)
-    return gyms[extract].score_now([make_group(prompt, *texts)])
-
-
-def rewards(gyms: dict[str, RewardPool], prompt: Prompt, *texts: str, extract: str = "text") -> list[float]:
-    return rewards_of(score_all(gyms, prompt, *texts, extract=extract).groups[0])
+def rewards(gym: RewardPool, prompt: Prompt, *texts: str, extract: str = "text") -> list[float]:
+    (group,) = gym.score_now([make_group(prompt, *texts)]).groups
+    return group.reward_components[extract.replace("-", "_")].tolist()
 
 
 def answered(answer: str | None) -> Prompt:
@@ -189,7 +184,7 @@ def test_math_verify_reads_bare_latex_in_tags():
 def test_math_verify_in_a_worker(tmp_path: Path):
     """What its parser cannot digest scores 0, is counted, and kills no worker in vain."""
     pytest.importorskip("math_verify")
-    with open_pool(tmp_path, function="math-verify", timeout_s=20.0, on_failure="zero") as pool:
+    with open_pool(tmp_path, function="math-verify", timeout_s=8.0, on_failure="zero") as pool:
         pool.check([answered("1"), answered(r"\frac{1}{2}")])
         for bad, wanted in ((None, "needs answers"), ("hello", "cannot be read as mathematics: 'hello'")):
             with pytest.raises(UserError, match=wanted):
@@ -199,61 +194,60 @@ def test_math_verify_in_a_worker(tmp_path: Path):
     assert found.failures.num_failures + found.failures.num_unreadable <= 2
 
 
-def test_reasoning_gym_scores_with_the_verifier_of_the_task(gyms: dict[str, RewardPool]):
+def test_reasoning_gym_scores_with_the_verifier_of_the_task(gym: RewardPool):
     prompt = generated("chain_sum")
     assert prompt.answer is not None
-    assert rewards(gyms, prompt, prompt.answer, "word") == [1.0, 0.0]
+    assert rewards(gym, prompt, prompt.answer, "word") == [1.0, 0.0]
     text = f"I think 1, no, the answer is {prompt.answer}."
-    assert rewards(gyms, prompt, text, "word", extract="last-number") == [1.0, 0.0]
-    assert 0 < rewards(gyms, prompt, text)[0] < 1, "part of the score for a near miss"
+    assert rewards(gym, prompt, text, "word", extract="last-number") == [1.0, 0.0]
+    assert 0 < rewards(gym, prompt, text)[0] < 1, "part of the score for a near miss"
     tagged = f"<answer>{prompt.answer}</answer> 5"
-    assert rewards(gyms, prompt, tagged, "5", extract="answer-tag") == [1.0, 0.0]
+    assert rewards(gym, prompt, tagged, "5", extract="answer-tag") == [1.0, 0.0]
 
 
-def test_a_task_without_listed_answer_is_scored_by_its_verifier(gyms: dict[str, RewardPool]):
+def test_a_task_without_listed_answer_is_scored_by_its_verifier(gym: RewardPool):
     prompt = generated("propositional_logic")
     assert prompt.answer is None
     example = prompt.metadata["metadata"]["example_answer"]
-    assert rewards(gyms, prompt, example, "nonsense")[0] == 1.0
+    assert rewards(gym, prompt, example, "nonsense")[0] == 1.0
 
 
-def test_the_verifier_has_the_options_that_made_the_prompt(gyms: dict[str, RewardPool]):
+def test_the_verifier_has_the_options_that_made_the_prompt(gym: RewardPool):
     """puzzle24's verifier refuses numbers outside the range that the puzzle was made with."""
     usual, small = generated("puzzle24"), generated("puzzle24", {"max_value": 6})
-    assert rewards(gyms, usual, "10 + 10 + 2 + 2") == [1.0]
-    assert rewards(gyms, small, "10 + 10 + 2 + 2") == [0.01]
+    assert rewards(gym, usual, "10 + 10 + 2 + 2") == [1.0]
+    assert rewards(gym, small, "10 + 10 + 2 + 2") == [0.01]
 
 
-def test_tasks_of_a_composite_are_scored_each_by_its_own_verifier(gyms: dict[str, RewardPool]):
+def test_tasks_of_a_composite_are_scored_each_by_its_own_verifier(gym: RewardPool):
     options = {"datasets": [{"name": "gcd"}, {"name": "countdown"}]}
     for index in range(6):
         prompt = generated("composite", options, index)
         assert prompt.answer is not None
-        assert rewards(gyms, prompt, prompt.answer, "no")[0] == 1.0
+        assert rewards(gym, prompt, prompt.answer, "no")[0] == 1.0
 
 
-def test_a_verifier_that_fails_on_a_response_scores_it_zero_and_is_counted(gyms: dict[str, RewardPool]):
+def test_a_verifier_that_fails_on_a_response_scores_it_zero_and_is_counted(gym: RewardPool):
     prompt = generated("prime_factorization")
     assert prompt.answer is not None
-    found = score_all(gyms, prompt, "hello", prompt.answer, "world")
-    assert rewards_of(found.groups[0]) == [0.0, 1.0, 0.0]
+    found = gym.score_now([make_group(prompt, "hello", prompt.answer, "world")])
+    assert found.groups[0].reward_components["text"].tolist() == [0.0, 1.0, 0.0]
     assert found.failures.num_unreadable == 2 and found.failures.num_failures == 0
     assert "prime_factorization:0" in found.failures.examples[0] and "ValueError" in found.failures.examples[0]
     assert found.metrics()["reward_unreadable"] == 2
     assert found.failures.examples[0] in found.warnings()["unreadable responses"]
 
 
-def test_entries_from_a_file_are_scored_too(gyms: dict[str, RewardPool]):
+def test_entries_from_a_file_are_scored_too(gym: RewardPool):
     entry = generated("gcd").metadata
     prompt = Prompt("f.jsonl:1", np.array([1]), entry["question"], entry["answer"], {"metadata": entry["metadata"]})
-    assert rewards(gyms, prompt, entry["answer"], "x") == [1.0, 0.0]
+    assert rewards(gym, prompt, entry["answer"], "x") == [1.0, 0.0]
 
 
-def test_prompts_of_other_sources_are_refused_before_training(gyms: dict[str, RewardPool]):
-    score_all(gyms, generated("gcd"), "1")
+def test_prompts_of_other_sources_are_refused_before_training(gym: RewardPool):
     with pytest.raises(UserError, match=r"'p7' has no 'generator'.* use another reward\.function"):
-        gyms["text"].check([generated("gcd"), answered("7")])
-    gyms["text"].check([generated("gcd"), generated("lcm")])
+        gym.check([generated("gcd"), answered("7")])
+    gym.check([generated("gcd"), generated("lcm")])
 
 
 @pytest.mark.parametrize(("function", "extra"), [("reasoning-gym", "reasoning"), ("math-verify", "math")])
@@ -270,7 +264,7 @@ def test_a_missing_package_says_how_to_install_it(
 
 
 @pytest.mark.full
-def test_every_generator_gives_its_listed_answer_a_finite_score(gyms: dict[str, RewardPool]):
+def test_every_generator_gives_its_listed_answer_a_finite_score(gym: RewardPool):
     factory = pytest.importorskip("reasoning_gym").factory
     scored = 0
     for name in factory.DATASETS:
@@ -278,7 +272,7 @@ def test_every_generator_gives_its_listed_answer_a_finite_score(gyms: dict[str, 
             continue
         config = DataConfig(source=f"reasoning-gym:{name}", size=1)
         prompt = generated(config.generator or "")
-        values = rewards(gyms, prompt, prompt.answer or "", "hello", "")
+        values = rewards(gym, prompt, prompt.answer or "", "hello", "")
         assert len(values) == 3
         scored += values[0] == 1.0
     assert scored >= 95, "all but the tasks with open answers"

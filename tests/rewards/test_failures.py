@@ -7,6 +7,7 @@ regular expression did. SvS#3: scores that could not be had stopped training wit
 import math
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -65,12 +66,28 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["raise", "zero", "drop"])
-def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
-    folder = tmp_path_factory.mktemp("rewards")
-    with open_pool(folder, RUNS_THE_RESPONSE, timeout_s=LIMIT_S, on_failure=request.param, num_workers=2) as pool:
-        pool.check([])
-        yield pool
+POLICIES = ("raise", "zero", "drop")
+CASES = [(policy, name) for policy in POLICIES[:2] for name in FAULTS] + [("drop", name) for name in [*FAULTS][::4]]
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RewardPool]]:
+    """One for each policy."""
+    with ExitStack() as stack:
+        yield {
+            policy: stack.enter_context(
+                open_pool(
+                    tmp_path_factory.mktemp("rewards"), RUNS_THE_RESPONSE,
+                    timeout_s=LIMIT_S, on_failure=policy, num_workers=2,
+                )
+            )
+            for policy in POLICIES
+        }  # fmt: skip
+
+
+@pytest.fixture
+def pool(pools: dict[str, RewardPool]) -> RewardPool:
+    return pools["zero"]
 
 
 def policy_of(pool: RewardPool) -> str:
@@ -102,22 +119,21 @@ def check_fault(pool: RewardPool, name: str) -> None:
         assert word in sentence
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_handled_by_policy_and_counted(pool: RewardPool, name: str):
+@pytest.mark.parametrize(("policy", "name"), CASES)
+def test_a_fault_is_handled_by_policy_and_counted(pools: dict[str, RewardPool], policy: str, name: str):
     """verl#6673, verl#288, InternBootcamp#15, SvS#3."""
-    if policy_of(pool) == "drop" and list(FAULTS).index(name) % 4:
-        pytest.skip("a sample of the faults suffices for the third policy; test_every_fault has them all")
     started = time.monotonic()
-    check_fault(pool, name)
+    check_fault(pools[policy], name)
     assert time.monotonic() - started < 30
-    assert rewards_of(pool.score_now([group_of("value = 5")]).groups[0]) == [5.0], "the pool goes on"
+    assert rewards_of(pools[policy].score_now([group_of("value = 5")]).groups[0]) == [5.0], "the pool goes on"
 
 
 @pytest.mark.full
-def test_every_fault(pool: RewardPool):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_fault_time_and_again(pools: dict[str, RewardPool], policy: str):
     for _ in range(3):
         for name in FAULTS:
-            check_fault(pool, name)
+            check_fault(pools[policy], name)
 
 
 @pytest.mark.parametrize("code", [FORK_AND_RETURN, FORK_AND_STAY])
@@ -128,10 +144,8 @@ def test_a_function_that_forks_scores_once(pool: RewardPool, code: str):
 
 
 def test_printing_neither_blocks_nor_corrupts(pool: RewardPool, capfd: pytest.CaptureFixture[str]):
-    count = 200 if policy_of(pool) == "zero" else 1
     code = (
-        f"import os\nfor _ in range({count}): os.write(1, b'spam\\n' * 10_000); os.write(2, b'eggs')\n"
-        "print('x')\nvalue = 1"
+        "import os\nfor _ in range(200): os.write(1, b'spam\\n' * 10_000); os.write(2, b'eggs')\nprint('x')\nvalue = 1"
     )
     assert rewards_of(pool.score_now([group_of(code, "value = 2")]).groups[0]) == [1.0, 2.0]
     assert capfd.readouterr() == ("", "")

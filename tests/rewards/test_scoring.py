@@ -49,6 +49,7 @@ def test_numbers_of_all_kinds_are_rewards(pool: RewardPool):
         ("value = lambda: 1", "is function"),
         ("import numpy; value = numpy.array([1.0])", "is ndarray"),
         ("value = b'x' * 1000", "..."),
+        ("class Tensor:\n def __float__(self): return 1.0\nvalue = Tensor()", "is Tensor"),
         ("async def f(): return 1\nasync def g(): return f()\nvalue = g()", "is coroutine"),
     ],
 )
@@ -61,8 +62,9 @@ def test_what_is_no_number_is_refused_with_its_place(pool: RewardPool, code: str
     assert len(message) < 400
 
 
+@pytest.mark.full
 def test_a_tensor_is_no_number(pool: RewardPool):
-    """In a file of its own, because torch takes seconds to import."""
+    """The real one; the worker takes seconds to import torch."""
     with pytest.raises(UserError, match="is Tensor"):
         scored(pool, "import torch; value = torch.tensor(1.0)")
 

@@ -238,7 +238,7 @@ class Scheduler:
                 case ["ready", list() as kinds] if not worker.is_ready:
                     self._greet(worker, kinds)
                 case ["refused", str() as message] if not worker.is_ready:
-                    self._failure = UserError(message)
+                    self._fail(message)
                 case [int() as call_id, float() as seconds, list() as outcomes]:
                     self._take_answer(worker, call_id, seconds, outcomes)
                 case _:
@@ -300,17 +300,21 @@ class Scheduler:
         calls = [*worker.calls]
         self._remove(worker)
         if not worker.is_ready:
-            self._failure = UserError(self._start_failure(cause, sentence))
+            self._fail(self._start_failure(cause, sentence))
         elif not calls:
             self._num_idle_deaths += 1
             if self._num_idle_deaths > 2 * self._config.num_workers:
-                self._failure = UserError(f"reward workers end between one call and the next: the last {sentence}")
+                self._fail(f"reward workers end between one call and the next: the last {sentence}")
         elif worker.is_concurrent and len(calls) > 1:
             self._alone.update(call.id for call in calls)  # one of them is to blame
             self._queue.extendleft(reversed(calls))
         else:
             self._queue.extendleft(reversed(calls[1:]))
             self._settle(calls[0], cause, sentence)
+
+    def _fail(self, message: str) -> None:
+        """Ends everything. The first reason counts: a worker that gives one ends, which is no second."""
+        self._failure = self._failure or UserError(message)
 
     def _start_failure(self, cause: Cause, sentence: str) -> str:
         names = ", ".join(spec.function for spec in self._config.orders.specs)
