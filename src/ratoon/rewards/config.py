@@ -109,7 +109,9 @@ class RewardConfig(ComponentOptions):
     Each failure is counted."""
 
     num_workers: int | None = Field(default=None, ge=1, le=1024)
-    """Processes that score. When absent, one for each CPU, 4 at most."""
+    """Processes that score. When absent, one for each CPU, 4 at most. Each loads the functions anew, so that what a
+    Python function keeps from call to call, it keeps for one worker; and each begins with `OMP_NUM_THREADS=1` unless
+    that is set."""
 
     start_timeout_s: float = Field(default=120.0, gt=0, le=604_800, allow_inf_nan=False)
     """Longest time for a worker to start and load the functions."""
