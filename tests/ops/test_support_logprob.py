@@ -41,11 +41,11 @@ def make_support(target_M: Tensor, V: int, *, seed: int = 0, most: int | None = 
     """Random kept sets, from the target alone to `most` tokens or all V."""
     rng = np.random.default_rng(seed)
     most = V if most is None else most
-    rows = []
+    rows: list[np.ndarray] = []
     for target in target_M.tolist():
-        others = rng.permutation(np.arange(V, dtype=np.int32))[: rng.integers(0, most)]
-        rows.append(np.union1d(others, [target]))
-    return SampledSupport(np.cumsum([0, *map(len, rows)]), np.concatenate([np.empty(0, np.int64), *rows]))
+        others = rng.permutation(V)[: rng.integers(0, most)]
+        rows.append(np.union1d(others, [target]).astype(np.int32))
+    return SampledSupport.of(rows)
 
 
 def whole_vocabulary(M: int, V: int) -> SampledSupport:

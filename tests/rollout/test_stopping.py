@@ -21,8 +21,36 @@ def piece_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-BYTES, WORDS = byte_tokenizer(), piece_tokenizer()
+def fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """As SentencePiece does it: what is in no piece becomes bytes, and a run of bytes is text only as a whole."""
+    pieces = ["<eos>", "▁", "a", "b", "ab", *(f"<0x{byte:02X}>" for byte in range(256))]
+    core = Tokenizer(models.WordLevel({piece: index for index, piece in enumerate(pieces)}, unk_token="a"))
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", unk_token="a")
+
+
+TEXT = "aé€😀b 。好"
+
+
+def crossing_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level pieces of up to four bytes that begin and end inside characters, as merges leave them."""
+    letters = dict(enumerate(byte_tokenizer().convert_ids_to_tokens(byte_tokenizer().encode(TEXT))))
+    pieces = {"".join(letters.values())[i : i + n] for i in letters for n in range(1, 5)}
+    core = Tokenizer(models.WordLevel({piece: index for index, piece in enumerate(["<eos>", *sorted(pieces)])}))
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+
+
+BYTES, WORDS, FALLBACK, CROSSING = byte_tokenizer(), piece_tokenizer(), fallback_tokenizer(), crossing_tokenizer()
 UTF8 = BYTES.encode("aé€😀b ")
+
+
+def word_ids(*pieces: str) -> list[int]:
+    return [PIECES.index(piece) for piece in pieces]
+
+
+def fallback_ids(text: str) -> list[int]:
+    return [5 + byte for byte in text.encode()]
 
 
 def first_end(tokenizer: PreTrainedTokenizerFast, stop: list[str], tokens: list[int]) -> int | None:
@@ -55,6 +83,45 @@ def test_bytes_end_where_their_text_first_holds_a_stop(tokens: list[int], stop: 
     assert engine_end(BYTES, stop, tokens) == first_end(BYTES, stop, tokens)
 
 
+@given(
+    st.lists(st.integers(0, len(CROSSING) - 1), max_size=30),
+    st.lists(st.text(TEXT + "\ufffd", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_pieces_across_characters_end_where_their_text_first_holds_a_stop(tokens: list[int], stop: list[str]):
+    assert engine_end(CROSSING, stop, tokens) == first_end(CROSSING, stop, tokens)
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 2, 3, 4, *map(fallback_ids, "é€😀。好"), *fallback_ids("é😀")]), max_size=20),
+    st.lists(st.text(TEXT + "\ufffd", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_fallback_bytes_end_where_their_text_first_holds_a_stop(parts: list[int | list[int]], stop: list[str]):
+    """Whole characters in bytes, and stray bytes that spoil the run they are in."""
+    tokens = [token for part in parts for token in (part if isinstance(part, list) else [part])]
+    assert engine_end(FALLBACK, stop, tokens) == first_end(FALLBACK, stop, tokens)
+
+
+def test_a_stop_deep_in_a_run_of_fallback_bytes():
+    """A window of the last bytes may begin inside a character; the run is no text then, though the whole of it is."""
+    for before in ("", "好", "好好", "é好", "好" * 20, "a好" * 9):
+        tokens = fallback_ids(before + "。")
+        assert engine_end(FALLBACK, ["。"], tokens) == len(tokens), before
+
+
+def test_a_token_that_goes_on_beyond_the_stop_ends_the_response_and_is_kept():
+    """Tokens are never cut, or their log-probs would be of other tokens; only the text ends at the stop."""
+    tokens = word_ids("é", "a", "abba")
+    watch = StopStrings(["aab"], WORDS)
+    assert not watch.ends(tokens[:2]) and watch.ends(tokens)
+    assert watch.cut(decode(WORDS, tokens)) == "éaab"
+
+
+def test_of_several_stops_in_one_token_the_one_that_ends_first_cuts():
+    watch = StopStrings(["bba", "ab", "abb"], WORDS)
+    assert watch.ends(word_ids("abba"))
+    assert watch.cut("abba") == "ab"
+
+
 def test_text_is_kept_up_to_and_including_the_string_that_ends_first():
     watch = StopStrings(["ba", "abb"], WORDS)
     assert watch.cut("xxabbayy") == "xxabb"
@@ -65,6 +132,14 @@ def test_text_is_kept_up_to_and_including_the_string_that_ends_first():
 def test_special_tokens_are_no_text():
     assert decode(WORDS, [3, 1, 4, 0]) == "ab"
     assert StopStrings(["ab"], WORDS).ends([3, 1, 4])
+
+
+def test_ids_beyond_the_tokenizer_are_no_text():
+    """Padded vocabularies: a model may draw ids that no token has, any number of them inside a stop string."""
+    beyond = len(WORDS) + 5
+    tokens = [*word_ids("a"), *[beyond] * 30, *word_ids("b")]
+    assert decode(WORDS, tokens) == "ab"
+    assert engine_end(WORDS, ["ab"], tokens) == len(tokens)
 
 
 @pytest.mark.parametrize(

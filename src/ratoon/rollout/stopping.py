@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 _MAX_BYTES_PER_CHARACTER = 4
+_NOT_TEXT = "\ufffd"
+"""What bytes that are no character decode to."""
 
 
 class StopStrings:
     """Finds the first token after which a response's text holds a stop string.
 
-    Only the last few tokens are decoded at each step: each token that is not special carries at least one byte of text,
+    Only the last few tokens are decoded at each step: each token that has text and is not special has a byte at least,
     so a stop string of b bytes that has just been completed begins within the last b of them.
     """
 
@@ -19,6 +21,8 @@ class StopStrings:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
         self._special_ids = frozenset(tokenizer.all_special_ids) | {id for id, token in added.items() if token.special}
+        # A model may have more embeddings than its tokenizer has tokens; the others have no text.
+        self._num_tokens = len(tokenizer)
         longest = max((len(text.encode()) for text in stop), default=0)
         # The first tokens of a window may be the tail of a character, or lose a leading space.
         self._window_tokens = longest + _MAX_BYTES_PER_CHARACTER
@@ -29,14 +33,20 @@ class StopStrings:
             return False
         tail: list[int] = []
         for token in reversed(token_ids):
-            if token not in self._special_ids:
+            if token < self._num_tokens and token not in self._special_ids:
                 tail.append(token)
                 if len(tail) == self._window_tokens:
                     break
-        window = decode(self._tokenizer, tail[::-1])
-        if not any(text in window for text in self._stop):
-            return False
-        return self.cut(decode(self._tokenizer, token_ids)) is not None
+        tail.reverse()
+        # A window that begins inside a character is decoded wrongly: by some tokenizers (SentencePiece's byte fallback)
+        # up to the next token that is no byte. One of the next few tokens begins a character.
+        for skipped in range(_MAX_BYTES_PER_CHARACTER):
+            window = decode(self._tokenizer, tail[skipped:])
+            if any(text in window for text in self._stop):
+                return self.cut(decode(self._tokenizer, token_ids)) is not None
+            if _NOT_TEXT not in window:
+                return False
+        return False
 
     def cut(self, text: str) -> str | None:
         """`text` up to and including the stop string that ends first; None where it holds none."""
