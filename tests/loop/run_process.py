@@ -38,8 +38,7 @@ def wait_for(is_reached: Callable[[], bool], process: BaseProcess) -> None:
 
 def kill(process: BaseProcess) -> bool:
     """SIGKILL. Returns whether it was still running."""
-    assert process.pid is not None, "the process has been started"
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.join(timeout=30)
     return process.exitcode == -signal.SIGKILL
 
