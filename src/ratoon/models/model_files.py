@@ -39,6 +39,7 @@ def resolve_model_path(path: str | Path, *, gguf_file: str | None = None) -> Pat
             else "point model.path at the folder that holds config.json and *.safetensors"
         )
         raise UserError(f"model folder {str(folder)!r} has no config.json; {advice}")
+    read_json(folder / "config.json")
     _check_safetensors(folder)
     return folder
 
