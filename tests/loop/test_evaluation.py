@@ -3,17 +3,20 @@
 import asyncio
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.loop.tiny_run import Outcome, TinyRun, metrics_rows, traces, write_tiny_recipe
 
 from ratoon.config.evaluation import EvaluationConfig
 from ratoon.loop.evaluation import Answers, Evaluation, evaluate, measure, pass_at_k, pass_interval
+from ratoon.trainer.best_checkpoint import best_checkpoint
 from ratoon.types import Prompt, Response, RolloutGroup
 from ratoon.types.rollouts import FinishReason
 from ratoon.types.sampling import SamplingParams
@@ -213,3 +216,32 @@ def test_greedy_answers_of_one_prompt_are_all_the_same():
 def test_best_checkpoint_needs_evaluations_to_compare():
     with pytest.raises(ValueError, match=r"evaluation\.every_steps is not set"):
         EvaluationConfig(keep_best=True)
+
+
+BEST = ("--evaluation.every_steps=1", "--evaluation.keep_best=true", "--evaluation.group_size=3")
+
+
+@pytest.mark.parametrize("after_scores", [30, pytest.param(75, marks=pytest.mark.full)])
+def test_best_checkpoint_is_the_same_after_a_disturbed_run(
+    after_scores: int, tmp_path: Path, command: Callable[[list[str]], Outcome]
+):
+    """Kept though only the newest is; the same step and bytes where the run was stopped and resumed on the way."""
+    runs: list[TinyRun] = []
+    for name in ("whole", "disturbed"):
+        (tmp_path / name).mkdir()
+        write_tiny_recipe(tmp_path / name)
+        runs.append(TinyRun(tmp_path / name, command))
+        runs[-1].edit(("keep_checkpoints = 9", "keep_checkpoints = 1"), ("checkpoint_every_steps = 2", ""))
+    whole, disturbed = runs
+    assert whole.train(*BEST).status == 0
+    disturbed.trigger(after_scores=after_scores, action="terminate")
+    assert disturbed.train(*BEST).status == 143
+    assert disturbed.train(*BEST).status == 0
+
+    best = best_checkpoint(whole.run_dir)
+    rewards = {row["step"]: row["reward_mean"] for row in metrics_rows(whole.run_dir, "evaluate") if row["step"]}
+    assert rewards[int(best.name.removeprefix("step-"))] == max(rewards.values())
+    weights = [best_checkpoint(run.run_dir) / "model.safetensors" for run in runs]
+    assert weights[0].parent.name == weights[1].parent.name
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert traces(whole.run_dir) == traces(disturbed.run_dir)

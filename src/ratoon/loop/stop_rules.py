@@ -23,9 +23,9 @@ class StopReason:
 
     @property
     def how_to_go_on(self) -> str:
+        off = "0, which turns it off" if self.rule == "stop.max_useless_steps" else "without it"
         return (
-            f"To go on from the last checkpoint all the same, run the same command with another --{self.rule}, or "
-            "without the rule"
+            f"To go on from the last checkpoint all the same, run the same command with another --{self.rule}, or {off}"
         )
 
 
