@@ -123,3 +123,5 @@ def test_other_weights_do_not_fit_and_damaged_counts_are_refused():
 def test_a_source_without_prompts_is_refused():
     with pytest.raises(UserError, match='source "b" has no prompt to train on'):
         PromptStream(make_prompts(a=3), seed=0, shuffle=True, weights={"a": 1.0, "b": 1.0})
+    with pytest.raises(ValueError, match="prompt 'b:0' is of source 'b', which has no weight"):
+        PromptStream(make_prompts(a=3, b=1), seed=0, shuffle=True, weights={"a": 1.0})

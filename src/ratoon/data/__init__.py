@@ -4,15 +4,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ratoon.data.config import DataConfig
+    from ratoon.data.config import DataConfig, SourceConfig
     from ratoon.data.loading import PromptSplit, load_prompts
-    from ratoon.data.report import DataReport
+    from ratoon.data.report import DataReport, expected_dedup_ratio
+    from ratoon.data.rows import SOURCE_KEY
     from ratoon.data.stream import PromptStream, StreamState
     from ratoon.data.supervised import supervised_examples
 
 _HOMES = {
     "DataConfig": "config",
     "DataReport": "report",
+    "SOURCE_KEY": "rows",
+    "SourceConfig": "config",
+    "expected_dedup_ratio": "report",
     "PromptSplit": "loading",
     "PromptStream": "stream",
     "StreamState": "stream",
@@ -21,11 +25,14 @@ _HOMES = {
 }
 
 __all__ = [
+    "SOURCE_KEY",
     "DataConfig",
     "DataReport",
     "PromptSplit",
     "PromptStream",
+    "SourceConfig",
     "StreamState",
+    "expected_dedup_ratio",
     "load_prompts",
     "supervised_examples",
 ]

@@ -33,8 +33,7 @@ class StreamState:
 class PromptStream:
     """Every prompt once an epoch, epoch after epoch; the order follows from `seed` and the epoch's number alone.
 
-    With weights, every source is such a stream with epochs of its own, and each next prompt comes from the source
-    that is most behind its share.
+    With weights, every source is such a stream with epochs of its own, and they take turns by `next_source`.
     """
 
     def __init__(
@@ -54,7 +53,12 @@ class PromptStream:
         self._weights = dict(weights or {})
         by_source: dict[str, list[Prompt]] = {name: [] for name in self._weights or ("",)}
         for prompt in prompts:
-            by_source[prompt.metadata[SOURCE_KEY] if self._weights else ""].append(prompt)
+            name = prompt.metadata.get(SOURCE_KEY) if self._weights else ""
+            if name not in by_source:
+                raise ValueError(
+                    f"prompt {prompt.id!r} is of source {name!r}, which has no weight among {self._weights}"
+                )
+            by_source[name].append(prompt)
         for name, own in by_source.items():
             if not own:
                 raise UserError(f'source "{name}" has no prompt to train on; remove it, or bring more data')
