@@ -171,15 +171,15 @@ class RewardPool:
     ) -> tuple[Job, list[_Place]]:
         calls: list[WorkerCall] = []
         places: list[_Place] = []
-        for group_index, group in enumerate(groups):
-            indices = self._scored_indices(group)
-            prompt = _pickled(group.prompt) if indices else b""
-            for component, kind in enumerate(kinds):
-                for some in [indices] if kind.is_batch and indices else [(index,) for index in indices]:
+        indices = [self._scored_indices(group) for group in groups]
+        prompts = [_pickled(group.prompt) if some else b"" for group, some in zip(groups, indices, strict=True)]
+        for component, kind in enumerate(kinds):
+            for number, group in enumerate(groups):
+                for some in _batches(indices[number], is_batch=kind.is_batch):
                     texts = tuple(group.responses[index].text for index in some)
                     limit_s = self.config.timeout_s * len(some)
-                    calls.append(WorkerCall(next(self._ids), component, prompt, texts, some, limit_s))
-                    places.append(_Place(self._worked[component], group_index, some))
+                    calls.append(WorkerCall(next(self._ids), component, prompts[number], texts, some, limit_s))
+                    places.append(_Place(self._worked[component], number, some))
         job = Job(calls, stops_at_failure=self.config.on_failure == "raise")
         scheduler.submit(job)
         return job, places
@@ -284,6 +284,11 @@ def default_num_workers() -> int:
     """One for each CPU that this process may use, 4 at most."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(_MAX_DEFAULT_WORKERS, usable)
+
+
+def _batches(indices: tuple[int, ...], *, is_batch: bool) -> list[tuple[int, ...]]:
+    """The responses of a group that go into one call: all, if there are any, or each by itself."""
+    return [indices] if is_batch and indices else [(index,) for index in indices]
 
 
 def _pickled(prompt: Prompt) -> bytes:

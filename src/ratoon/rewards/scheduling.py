@@ -189,7 +189,7 @@ class Scheduler:
             self._watch_sending(worker)
 
     def _next_chunk(self) -> tuple[WorkerCall, ...]:
-        """Calls of one component from the queue's head: fewer towards the end, so that no worker has the last word."""
+        """Calls of one kind from the queue's head: fewer towards the end, so that no worker has the last word."""
         chunk: list[WorkerCall] = []
         size = 1
         while self._queue and len(chunk) < size:
@@ -200,7 +200,7 @@ class Scheduler:
                 continue
             if not chunk:
                 size = self._chunk_size(call)
-            elif call.component != chunk[0].component or call.id in self._alone:
+            elif self._is_async(call) != self._is_async(chunk[0]) or call.id in self._alone:
                 break
             chunk.append(self._queue.popleft())
         return tuple(chunk)
