@@ -12,6 +12,7 @@ from tests.loop.tiny_run import VARIANTS, TinyRun, traces, write_tiny_recipe
 
 NUM_MOMENTS = 20
 SAMPLED_MOMENTS = (6, 12, 17)
+SAMPLED_KIND = ("dynamic sampling", 2)
 
 
 class Cost(NamedTuple):
@@ -53,9 +54,15 @@ def test_killed_at_any_of_twenty_moments(
     assert_goes_on_to_the_same_end(tiny, undisturbed)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("moment", range(4))
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "plain"])
+@pytest.mark.parametrize(
+    ("variant", "moment"),
+    [
+        pytest.param(variant, moment, marks=[] if (variant, moment) == SAMPLED_KIND else pytest.mark.full)
+        for variant in VARIANTS
+        for moment in range(4)
+        if variant != "plain"
+    ],
+)
 def test_killed_runs_of_every_kind(
     tiny: TinyRun,
     undisturbed_of: Callable[[str], Path],

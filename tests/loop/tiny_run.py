@@ -96,6 +96,9 @@ VARIANTS = {
         "--algorithm.num_minibatches=2", "--trainer.schedule=cosine", "--trainer.warmup_steps=2",
     ),
     "16 bits": ("--model.dtype=bfloat16", "--trainer.schedule=linear"),
+    "reference model": ("--algorithm.kl_coefficient=0.1", "--algorithm.num_minibatches=2"),
+    "dynamic sampling": ("--algorithm.name=dapo", "--rollout.group_size=2", "--rollout.temperature=0.3"),
+    "adapters and their reference": ("--model.lora.rank=2", "--algorithm.kl_coefficient=0.1"),
     "uneven epochs, every step saved": (
         "--data.num_heldout=4", "--trainer.checkpoint_every_steps=1", "--evaluation.every_steps=2",
     ),
