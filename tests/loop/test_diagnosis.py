@@ -140,6 +140,14 @@ def test_truncated_and_masked():
     assert "all 2 responses were cut by rollout.max_response_tokens and are masked" in cause[1]
 
 
+def test_step_that_was_not_trained_is_useless():
+    """Its row holds nothing of the trainer, as all responses were cut and masked, though their rewards differ."""
+    found = StepDiagnosis.of([group(cut(), cut(), rewards=[0.0, 1.0])], policy_version=0)
+    facts = StepFacts.of(asdict(found))
+    assert "all masked" in found.warnings(facts)
+    assert "all masked" not in found.warnings()
+
+
 def test_no_tokens():
     cause = cause_of([group(response(0), cut(), rewards=[0.0, 1.0])], num_loss_tokens=0, grad_norm=0.0)
     assert cause is not None

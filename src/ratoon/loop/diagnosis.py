@@ -119,7 +119,7 @@ class StepDiagnosis:
                 f"{self.num_lost_responses} of {N + self.num_lost_responses} responses were lost before training: the "
                 "engine gave none, or their reward failed and was dropped"
             )
-        cause = explain_loss(StepFacts.of(asdict(self)) if facts is None else facts)
+        cause = explain_loss(facts or StepFacts.of({**asdict(self), "num_loss_tokens": None}))
         if cause is not None and not cause.is_normal:
             found[cause.kind] = cause.sentence
         return found
@@ -153,12 +153,12 @@ class StepFacts:
 
     @classmethod
     def of(cls, values: Mapping[str, MetricValue]) -> "StepFacts":
-        """From the values of a row of phase `train`."""
+        """From the values of a row of phase `train`; without `num_loss_tokens`, of a step that had none to train on."""
         counts = {name: _count(values, name) or 0 for name in _COUNTS}
         if "num_zero_advantages" not in values:  # rows of version 0.1
             is_useless = counts["num_equal_reward_groups"] == counts["num_groups"]
             counts["num_zero_advantages"] = counts["num_responses"] if is_useless else 0
-        num_loss_tokens = _count(values, "num_loss_tokens")
+        num_loss_tokens = _count(values, "num_loss_tokens") if "num_loss_tokens" in values else 0
         # Over no token, a mean is written as 0, which is no measure.
         of_tokens: Mapping[str, MetricValue] = {} if num_loss_tokens == 0 else values
         return cls(
