@@ -54,8 +54,9 @@ def _check(known: argparse.Namespace, overrides: Sequence[str]) -> int:
     recipe = read_recipe(known.recipe, overrides)
     # After the recipe is known to be good: these imports take seconds.
     from ratoon.data import load_prompts
+    from ratoon.loop.inputs import load_recipe_tokenizer
 
-    tokenizer = _load_tokenizer(recipe)
+    tokenizer = load_recipe_tokenizer(recipe)
     split = load_prompts(recipe.data, tokenizer, base_dir=known.recipe.resolve().parent)
     for line in (
         *split.report.lines(),
@@ -64,21 +65,6 @@ def _check(known: argparse.Namespace, overrides: Sequence[str]) -> int:
     ):
         print(line)
     return 0
-
-
-def _load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    from ratoon.models import build_fresh, load_tokenizer
-
-    config = recipe.model
-    if config.fresh is not None:
-        return build_fresh(config.fresh, recipe.run.seed)[1]
-    assert config.path is not None, "a model config has a path or is fresh"
-    return load_tokenizer(
-        config.path,
-        gguf_file=config.gguf_file,
-        eos_token=config.eos_token,
-        trust_remote_code=config.trust_remote_code,
-    )
 
 
 def _dedup_lines(recipe: Recipe, split: PromptSplit) -> Iterator[str]:

@@ -13,12 +13,10 @@ from ratoon.config.recipe import Recipe
 from ratoon.data import PromptSplit, load_prompts, supervised_examples
 from ratoon.data.user_function import python_target
 from ratoon.loop.demonstrations import demonstrations_of
-from ratoon.models import align_eos, attach, build_fresh, load_policy, load_tokenizer, set_recompute
+from ratoon.models import align_eos, build_fresh, build_policy, check_vocabulary, load_tokenizer, preview_model
 from ratoon.models.config import AttentionImpl
-from ratoon.models.load import DTYPES
-from ratoon.rewards import build_reward_fn, check_prompts
+from ratoon.rewards import RewardPool
 from ratoon.types.errors import UserError
-from ratoon.types.protocols import RewardFn
 from ratoon.types.rollouts import Prompt, RolloutGroup
 
 
@@ -28,12 +26,18 @@ class Inputs:
 
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSplit
-    reward_fn: RewardFn
+    rewards: RewardPool
     demonstrations: Mapping[str | int, str]
     """By prompt id, what the supervised warm start imitates; empty without that stage."""
 
     user_files: Mapping[str, str]
     """By the recipe's key, the SHA-256 of the Python file it names."""
+
+    def __enter__(self) -> "Inputs":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.rewards.close()
 
     @property
     def eos_token_id(self) -> int:
@@ -52,27 +56,35 @@ class Inputs:
 
 
 def load_inputs(recipe: Recipe, recipe_dir: Path) -> Inputs:
-    """Reads tokenizer, prompts and reward function. Files the recipe names are relative to `recipe_dir`.
+    """Reads tokenizer, prompts and reward functions, whose workers live until the result is closed.
 
-    Raises UserError for whatever is wrong in them, and for prompts that the limits leave no room for.
+    Files the recipe names are relative to `recipe_dir`. Raises UserError for whatever is wrong in them, and for prompts
+    that the limits leave no room for.
     """
-    tokenizer = _load_tokenizer(recipe)
-    prompts = load_prompts(recipe.data, tokenizer, base_dir=recipe_dir)
-    reward_fn = build_reward_fn(recipe.reward, base_dir=recipe_dir, columns=prompts.columns)
-    _check_room(recipe, prompts)
-    check_prompts(recipe.reward, (*prompts.train, *prompts.heldout))
-    texts: tuple[str, ...] = ()
-    if recipe.sft is not None:
-        texts = demonstrations_of(recipe.sft.demonstrations, prompts.train, base_dir=recipe_dir)
-    inputs = Inputs(
-        tokenizer=tokenizer,
-        prompts=prompts,
-        reward_fn=reward_fn,
-        demonstrations={prompt.id: text for prompt, text in zip(prompts.train, texts, strict=False)},
-        user_files=_user_file_digests(recipe, recipe_dir),
-    )
-    if recipe.sft is not None:  # every text can be written, or the warm start would fail midway
-        inputs.supervised(prompts.train)
+    # First, so that the workers start while the data is read.
+    rewards = RewardPool(recipe.reward, base_dir=recipe_dir, max_response_tokens=recipe.rollout.max_response_tokens)
+    try:
+        tokenizer = load_recipe_tokenizer(recipe)
+        preview = preview_model(recipe.model)
+        check_vocabulary(tokenizer, preview.shape.vocab_size)
+        prompts = load_prompts(recipe.data, tokenizer, base_dir=recipe_dir)
+        _check_room(recipe, prompts)
+        rewards.check((*prompts.train, *prompts.heldout), prompts.columns)
+        texts: tuple[str, ...] = ()
+        if recipe.sft is not None:
+            texts = demonstrations_of(recipe.sft.demonstrations, prompts.train, base_dir=recipe_dir)
+        inputs = Inputs(
+            tokenizer=tokenizer,
+            prompts=prompts,
+            rewards=rewards,
+            demonstrations={prompt.id: text for prompt, text in zip(prompts.train, texts, strict=False)},
+            user_files=_user_file_digests(recipe, recipe_dir),
+        )
+        if recipe.sft is not None:  # every text can be written, or the warm start would fail midway
+            inputs.supervised(prompts.train)
+    except BaseException:
+        rewards.close()
+        raise
     return inputs
 
 
@@ -80,25 +92,7 @@ def load_model(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, checkpoint: Path | None, device: torch.device
 ) -> PreTrainedModel:
     """The policy, attached, on `device`: from `checkpoint` if there is one, else as the recipe says."""
-    config = recipe.model
-    if checkpoint is None and config.fresh is not None:
-        model, _ = build_fresh(config.fresh, recipe.run.seed)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(device, DTYPES[config.dtype])
-        set_recompute(attach(model, config.attention), config.recompute)
-    else:
-        path = checkpoint if checkpoint is not None else config.path
-        assert path is not None, "a model config has a path or is fresh"
-        model = load_policy(
-            path,
-            dtype=config.dtype,
-            device=device,
-            impl=config.attention,
-            recompute=config.recompute,
-            gguf_file=None if checkpoint is not None else config.gguf_file,
-            rope_positions=config.rope_positions,
-            trust_remote_code=config.trust_remote_code,
-        )
+    model = build_policy(recipe.model, seed=recipe.run.seed, device=device, checkpoint=checkpoint)
     align_eos(model, tokenizer)
     return model
 
@@ -128,7 +122,7 @@ def check_attention(impl: AttentionImpl) -> None:
     )
 
 
-def _load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+def load_recipe_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     config = recipe.model
     if config.fresh is not None:
         return build_fresh(config.fresh, recipe.run.seed)[1]
@@ -142,28 +136,38 @@ def _load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def _user_file_digests(recipe: Recipe, recipe_dir: Path) -> dict[str, str]:
-    sources = {"reward.function": recipe.reward.function}
-    if recipe.sft is not None and recipe.sft.demonstrations is not None:
+    files = dict(recipe.reward.python_files)
+    sources = {f"{source.key}.filter": source.filter for source in recipe.data.each_source()}
+    if recipe.sft is not None:
         sources["sft.demonstrations"] = recipe.sft.demonstrations
-    targets = {key: python_target(source) for key, source in sources.items()}
+    for key, source in sources.items():
+        target = None if source is None else python_target(source)
+        if target is not None:
+            files[key] = target[0]
     return {
-        key: hashlib.sha256((recipe_dir / Path(target[0]).expanduser()).read_bytes()).hexdigest()
-        for key, target in targets.items()
-        if target is not None
+        key: hashlib.sha256((recipe_dir / Path(file).expanduser()).read_bytes()).hexdigest()
+        for key, file in files.items()
     }
 
 
 def _check_room(recipe: Recipe, prompts: PromptSplit) -> None:
     """A prompt and its longest possible response must fit a microbatch, and a fresh model's positions."""
-    longest = max((*prompts.train, *prompts.heldout), key=lambda prompt: prompt.num_tokens)
-    wanted = longest.num_tokens + recipe.rollout.max_response_tokens
-    limits = {"planner.max_rows_per_microbatch": recipe.planner.max_rows_per_microbatch}
-    if recipe.model.fresh is not None:
-        limits["model.fresh.max_positions"] = recipe.model.fresh.max_positions
-    for key, limit in limits.items():
-        if wanted > limit:
-            raise UserError(
-                f"{longest.id}: a prompt of {longest.num_tokens:,} tokens and a response of up to "
-                f"{recipe.rollout.max_response_tokens:,} (rollout.max_response_tokens) need {wanted:,}, over "
-                f"{key} = {limit:,}; raise that limit, shorten responses, or set data.max_prompt_tokens"
-            )
+    key, most = "rollout.max_response_tokens", recipe.rollout.max_response_tokens
+    everyone = (*prompts.train, *prompts.heldout)
+    _check_fits(everyone, key, most, "planner.max_rows_per_microbatch", recipe.planner.max_rows_per_microbatch)
+    if recipe.model.fresh is None:
+        return
+    limit = ("model.fresh.max_positions", recipe.model.fresh.max_positions)
+    _check_fits(everyone, key, most, *limit)
+    if recipe.evaluation.max_response_tokens is not None:
+        _check_fits(prompts.heldout, "evaluation.max_response_tokens", recipe.evaluation.max_response_tokens, *limit)
+
+
+def _check_fits(prompts: Sequence[Prompt], key: str, most_tokens: int, limit_key: str, limit: int) -> None:
+    longest = max(prompts, key=lambda prompt: prompt.num_tokens, default=None)
+    if longest is not None and (wanted := longest.num_tokens + most_tokens) > limit:
+        raise UserError(
+            f"{longest.id}: a prompt of {longest.num_tokens:,} tokens and a response of up to {most_tokens:,} ({key}) "
+            f"need {wanted:,}, over {limit_key} = {limit:,}; raise that limit, shorten responses, or set "
+            "data.max_prompt_tokens"
+        )

@@ -7,13 +7,15 @@ from dataclasses import replace
 from ratoon.types.rollouts import Prompt
 
 
-def tell_apart(prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
+def tell_apart(prompts: Sequence[Prompt], seen: Counter[str | int] | None = None) -> tuple[Prompt, ...]:
     """The prompts, the second and later ones of one id renamed `ID#2`, `ID#3`, ...
 
     A step takes a prompt again where it spans the end of an epoch. Draws depend on step, prompt id and index: under
     one id, both groups would hold the same responses.
+
+    seen: how often each id was taken in this step before, where it takes prompts more than once; is counted on.
     """
-    seen: Counter[str | int] = Counter()
+    seen = Counter() if seen is None else seen
     told_apart: list[Prompt] = []
     for prompt in prompts:
         seen[prompt.id] += 1

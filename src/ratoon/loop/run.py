@@ -16,13 +16,18 @@ from transformers.utils.logging import disable_progress_bar
 from ratoon.config.recipe import Recipe
 from ratoon.distributed import single_process
 from ratoon.loop.inputs import Inputs, check_attention, load_inputs, load_model, resolve_device
+from ratoon.loop.reference import build_reference, keep_reference
 from ratoon.loop.run_folder import RunFolder, open_run_folder
+from ratoon.loop.stop_rules import EXIT_STOPPED
 from ratoon.loop.synchronous import SynchronousRun
 from ratoon.metrics import MetricsLog, read_metrics
 from ratoon.metrics.rows import MetricValue
+from ratoon.metrics.sinks import Sinks, check_sinks
+from ratoon.models import describe_adapters
 from ratoon.rollout import RolloutEngine, build_engine
 from ratoon.trainer.checkpoint import checkpoint_step, clean_leftovers, latest_checkpoint
 from ratoon.trainer.durable_files import is_disk_full
+from ratoon.trainer.reference import ReferenceScore
 from ratoon.types.errors import UserError
 from ratoon.view import RunLog, RunSummary, RunView
 
@@ -44,13 +49,13 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
     disable_progress_bar()  # transformers would draw one over ours for every checkpoint
     device = resolve_device(recipe.trainer.device)
     check_attention(recipe.model.attention)
-    inputs = load_inputs(recipe, recipe_dir)
-    folder = open_run_folder(recipe, fresh=fresh)
+    check_sinks(recipe.logging)
     with (
-        folder,
+        load_inputs(recipe, recipe_dir) as inputs,
+        open_run_folder(recipe, fresh=fresh) as folder,
         _failures_named(folder) as log,
         RunView(recipe.run.name, log=log) as view,
-        MetricsLog(folder.metrics, warn=view.warn) as metrics,
+        MetricsLog(folder.metrics, warn=view.warn, sinks=_sinks(recipe, folder, view)) as metrics,
     ):
         clean_leftovers(folder.checkpoints)
         checkpoint = latest_checkpoint(folder.checkpoints, warn=view.warn)
@@ -67,6 +72,8 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
             view.say(line)
         view.phase("load model")
         model = load_model(recipe, inputs.tokenizer, checkpoint=checkpoint, device=device)
+        if recipe.model.lora is not None:
+            view.say(describe_adapters(model))
         engine = build_engine(recipe.rollout, model, inputs.tokenizer, device)
         run = SynchronousRun(
             recipe, inputs, model, engine,
@@ -75,6 +82,8 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
         with _stop_on_signals(run, view.warn) as received:
             asyncio.run(_begin_or_resume(run, checkpoint))
         view.finish(_summary(run, folder, metrics, command=command, started=started))
+        if run.stop_reason is not None and not received:
+            return EXIT_STOPPED
         if _is_complete(recipe, inputs, run.newest_checkpoint, metrics):
             return 0
         assert received, "a run that nobody stopped is complete"
@@ -121,6 +130,7 @@ async def _begin_or_resume(run: SynchronousRun, checkpoint: Path | None) -> None
         if checkpoint is not None:
             await run.restore(checkpoint)
             run.view.say(f"resuming after step {run.num_steps_done} from {run.folder.shown(checkpoint)}")
+            run.use_reference(_reference(run))
         else:
             torch.manual_seed(run.recipe.run.seed)  # dropout draws from the global generators
             run.metrics.truncate_after(-1)
@@ -128,12 +138,25 @@ async def _begin_or_resume(run: SynchronousRun, checkpoint: Path | None) -> None
             if run.recipe.sft is not None and not run.warm_start():
                 run.view.warn("stopped in the warm start, which the same command begins anew")
                 return
+            keep_reference(run.recipe, run.model, run.inputs.tokenizer, run.folder)
+            run.use_reference(_reference(run))
             run.save()
         if run.num_steps_done == 0 and not run.is_stopping:
             await run.evaluate()
         await run.train()
+        if run.stop_reason is not None:
+            run.view.say(f"stopped by {run.stop_reason.rule}: {run.stop_reason.sentence}", "bold yellow")
+            run.view.say(run.stop_reason.how_to_go_on)
         if not run.is_stopping:
             await run.evaluate()
+
+
+def _reference(run: SynchronousRun) -> ReferenceScore | None:
+    return build_reference(run.recipe, run.model, run.folder, device=run.model.device)
+
+
+def _sinks(recipe: Recipe, folder: RunFolder, view: RunView) -> Sinks:
+    return Sinks(recipe.logging, run_dir=folder.path, run_name=recipe.run.name, warn=view.warn, metrics=folder.metrics)
 
 
 @asynccontextmanager

@@ -20,12 +20,17 @@ _MAY_CHANGE = (
     "run.name",
     "run.output_dir",
     "evaluation.",
+    "logging.",
+    "stop.",
     "trainer.num_steps",
     "trainer.checkpoint_every_steps",
     "trainer.keep_checkpoints",
     "trainer.device",
     "rollout.timeout_s",
     "reward.timeout_s",
+    "reward.num_workers",
+    "reward.start_timeout_s",
+    "reward.max_memory_gb",
 )
 
 
@@ -59,6 +64,11 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def reference(self) -> Path:
+        """The warm-started model, where a KL penalty needs it."""
+        return self.path / "reference"
 
     @property
     def log(self) -> Path:

@@ -4,7 +4,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ratoon.algorithms import AlgorithmConfig, grpo_advantages
+import numpy as np
+from numpy.typing import NDArray
+
+from ratoon.algorithms import AlgorithmConfig, step_advantages
 from ratoon.planner import CostModel, plan_step
 from ratoon.rollout import RolloutEngine
 from ratoon.trainer import Update
@@ -27,10 +30,22 @@ async def generate_groups(
     return tuple(task.result() for task in running)
 
 
-def attach_advantages(group: RolloutGroup, algorithm: AlgorithmConfig) -> RolloutGroup:
-    """The scored group with the advantage of each response over its siblings."""
-    assert group.rewards_N is not None, "a group needs rewards before advantages"
-    return replace(group, advantages_N=grpo_advantages(group.rewards_N, normalize_by_std=algorithm.normalize_by_std))
+def attach_advantages(
+    groups: Sequence[RolloutGroup],
+    algorithm: AlgorithmConfig,
+    *,
+    penalties: Sequence[NDArray[np.float64]] | None = None,
+) -> tuple[RolloutGroup, ...]:
+    """The step's scored groups with the advantage of each response.
+
+    penalties: for each group [N], taken from its rewards before they are compared; `rewards_N` stay as they are.
+    """
+    rewards = [group.rewards_N for group in groups if group.rewards_N is not None]
+    assert len(rewards) == len(groups), "groups need rewards before advantages"
+    if penalties is not None:
+        rewards = [rewards_N - penalty_N for rewards_N, penalty_N in zip(rewards, penalties, strict=True)]
+    advantages = step_advantages(rewards, algorithm)
+    return tuple(replace(group, advantages_N=found) for group, found in zip(groups, advantages, strict=True))
 
 
 def plan_updates(
@@ -44,10 +59,11 @@ def plan_updates(
 ) -> tuple[Update, ...]:
     """The groups dealt to `num_updates` optimizer updates, each planned over all ranks.
 
-    Group i goes to update i mod num_updates, so that updates differ by at most one group. Without `share_prompts`,
-    every response then stands as a group of its own: same updates and loss, and its prompt is computed for it alone.
+    Group i goes to update i mod num_updates, so that updates differ by at most one group; one that would have no group
+    is left out. Without `share_prompts`, every response then stands as a group of its own: same updates and loss, and
+    its prompt is computed for it alone.
     """
-    slices = [tuple(groups[first::num_updates]) for first in range(num_updates)]
+    slices = [tuple(groups[first::num_updates]) for first in range(min(num_updates, len(groups)))]
     if not share_prompts:
         slices = [_one_response_each(chosen) for chosen in slices]
     return tuple(

@@ -3,31 +3,36 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from ratoon.config.recipe import Recipe
 from ratoon.data import PromptStream, StreamState
 from ratoon.distributed import DataParallel
-from ratoon.loop.diagnosis import StepDiagnosis
+from ratoon.loop.diagnosis import StepDiagnosis, StepFacts
 from ratoon.loop.evaluation import Evaluation, evaluate
 from ratoon.loop.inputs import Inputs
-from ratoon.loop.repeats import tell_apart
 from ratoon.loop.run_folder import RunFolder
-from ratoon.loop.stages import attach_advantages, generate_groups, plan_updates
-from ratoon.metrics import MetricsLog
+from ratoon.loop.stages import attach_advantages, plan_updates
+from ratoon.loop.step_rollout import StepRollout, roll_out, without_truncated
+from ratoon.loop.stop_rules import StopReason, StopRules
+from ratoon.metrics import MetricsLog, read_metrics
+from ratoon.metrics.rows import MetricValue
 from ratoon.models import model_shape
 from ratoon.planner import CostModel, peak_tflops
-from ratoon.rewards import score
 from ratoon.rollout import RolloutEngine
-from ratoon.trainer import MasterOptimizer, StepResult, Trainer, TrainerConfig, Update
+from ratoon.trainer import MasterOptimizer, StepResult, Trainer, Update
+from ratoon.trainer.best_checkpoint import best_step
 from ratoon.trainer.checkpoint import load_checkpoint, save_checkpoint
 from ratoon.trainer.model_folder import model_file_bytes, save_model
 from ratoon.trainer.optimizer import learning_rate_at, scheduled_rate
+from ratoon.trainer.reference import ReferenceScore
 from ratoon.trainer.rollout_table import write_rollouts
 from ratoon.trainer.state_tree import capture_rng, restore_rng
 from ratoon.types.rollouts import RolloutGroup
@@ -61,11 +66,14 @@ class SynchronousRun:
         self.metrics = metrics
         self.view = view
         self.data_parallel = data_parallel
-        self.prompts = PromptStream(inputs.prompts.train, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
+        self.prompts = self._stream(shuffle=recipe.data.shuffle)
         self.cost = CostModel.from_shape(model_shape(model.config), flops_per_s=_ASSUMED_FLOPS_PER_S[model.device.type])
         is_cuda = model.device.type == "cuda"
         self.peak_tflops = peak_tflops(torch.cuda.get_device_name(model.device)) if is_cuda else None
-        self.trainer = self._trainer(recipe.trainer)
+        self.trainer = self._trainer()
+        self.stop_rules = StopRules(recipe.stop)
+        self.stop_reason: StopReason | None = None
+        """The rule that has ended the run."""
         self.num_steps_done = 0
         self.newest_checkpoint: Path | None = None
         self.is_stopping = False
@@ -96,8 +104,8 @@ class SynchronousRun:
         """
         sft = self.recipe.sft
         assert sft is not None, "the recipe has no [sft] stage"
-        trainer = self._trainer(self.recipe.trainer)
-        examples = PromptStream(self.inputs.prompts.train, seed=self.recipe.run.seed, shuffle=True)
+        trainer = self._trainer()
+        examples = self._stream(shuffle=True)
         for step in range(sft.num_steps):
             if self.is_stopping:
                 return False
@@ -122,33 +130,60 @@ class SynchronousRun:
                 )
         return True
 
+    def use_reference(self, reference: ReferenceScore | None) -> None:
+        """Gives the trainer what a KL penalty is measured against."""
+        self.trainer.reference = reference
+
     async def train(self) -> None:
-        """Steps until the run is complete or told to stop, with a checkpoint in either case."""
-        recipe, rollout = self.recipe, self.recipe.rollout
-        sampling = rollout.sampling_params(recipe.run.seed)
-        for step in range(self.num_steps_done, recipe.trainer.num_steps):
-            if self.is_stopping:
+        """Steps until the run is complete, told to stop or stopped by a rule, with a checkpoint in each case."""
+        history = self._history()
+        self.stop_reason = self.stop_rules.after_step(history)
+        for step in range(self.num_steps_done, self.recipe.trainer.num_steps):
+            if self.is_stopping or self.stop_reason is not None:
                 break
-            started = time.perf_counter()
-            with self._phase("generate"):
-                prompts = tell_apart(self.prompts.take(rollout.prompts_per_step))
-                groups = await generate_groups(
-                    self.engine, prompts, group_size=rollout.group_size, sampling=sampling, step=step
-                )
-            with self._phase("reward"):
-                groups = [score(group, self.inputs.reward_fn) for group in groups]
-                groups = [attach_advantages(group, recipe.algorithm) for group in groups]
-            with self._phase("plan"):
-                updates = self._plan(groups, num_updates=recipe.algorithm.num_minibatches)
+            history.append(await self._step(step))
+            self.stop_reason = self.stop_rules.after_step(history)
+            await self._after_step()
+        if self.is_stopping or self.stop_reason is not None:
+            self.save()
+
+    async def _step(self, step: int) -> StepFacts:
+        """Generate, score, compare, plan, update, publish."""
+        recipe = self.recipe
+        started = time.perf_counter()
+        rollout = await roll_out(
+            step,
+            recipe=recipe,
+            prompts=self.prompts,
+            engine=self.engine,
+            rewards=self.inputs.rewards,
+            metrics=self.metrics,
+            enter=self.view.phase,
+        )
+        groups = attach_advantages(rollout.groups, recipe.algorithm, penalties=self._kl_penalties(rollout.groups))
+        trained = without_truncated(groups) if recipe.algorithm.mask_truncated else groups
+        with self._phase("plan"):
+            updates = self._plan(trained, num_updates=recipe.algorithm.num_minibatches)
+        result: StepResult | None = None
+        if any(update.plan.num_loss_tokens for update in updates):
             with self._phase("update"):
                 result = self.trainer.step(updates, learning_rate=learning_rate_at(step, recipe.trainer))
-            self.num_steps_done = step + 1
-            with self._phase("publish"):
-                await self._publish()
-            self._report(groups, updates, result, seconds=time.perf_counter() - started)
-            await self._after_step()
-        if self.is_stopping:
-            self.save()
+        self.num_steps_done = step + 1
+        with self._phase("publish"):
+            await self._publish()
+        return self._report(rollout, groups, updates, result, seconds=time.perf_counter() - started)
+
+    def _kl_penalties(self, groups: Sequence[RolloutGroup]) -> list[NDArray[np.float64]] | None:
+        """For each group [N], what the KL penalty takes from its rewards; None where it is no part of them."""
+        algorithm = self.recipe.algorithm
+        if algorithm.kl_in != "reward":
+            return None
+        with self._phase("reference"):
+            found = [self.trainer.kl_to_reference(update) for update in self._plan(groups, num_updates=1)]
+        # Without shared prompts each response is a group of its own there; the order is the same.
+        kl = np.concatenate([np.zeros(0), *(kl_N for update in found for kl_N in update)])
+        ends = np.cumsum([group.group_size for group in groups])
+        return [algorithm.kl_coefficient * kl_N for kl_N in np.split(kl, ends[:-1])] if groups else []
 
     async def evaluate(self) -> Evaluation | None:
         """The held-out reward now, once for each step: a resumed run does not repeat it."""
@@ -160,7 +195,7 @@ class SynchronousRun:
                 self.inputs.prompts.heldout,
                 config=self.recipe.evaluation,
                 training=self.recipe.rollout.sampling_params(self.recipe.run.seed),
-                score=self._scored,
+                score=self._score_heldout,
             )
         if found is not None:
             self.metrics.log(self.num_steps_done, "evaluate", **found.metrics())
@@ -170,8 +205,15 @@ class SynchronousRun:
             )
         return found
 
+    async def _score_heldout(self, groups: Sequence[RolloutGroup]) -> Sequence[RolloutGroup]:
+        scored = await self.inputs.rewards.score(groups)
+        for kind, sentence in scored.warnings().items():
+            self.view.warn(f"held-out prompts: {sentence}", kind=f"{kind} in evaluation")
+        return scored.groups
+
     def save(self) -> None:
-        """A checkpoint of this step, complete or absent."""
+        """A checkpoint of this step, complete or absent; the best one so far is kept with the newest."""
+        best = self._best_step() if self.recipe.evaluation.keep_best else None
         with self._phase("checkpoint"):
             self.newest_checkpoint = save_checkpoint(
                 self.folder.checkpoints,
@@ -181,20 +223,34 @@ class SynchronousRun:
                 state={"optimizer": self.trainer.optimizer.state_dict(), "rng": capture_rng()},
                 position={"prompts": asdict(self.prompts.state()), "user_files": dict(self.inputs.user_files)},
                 keep_last=self.recipe.trainer.keep_checkpoints,
+                keep_steps=() if best is None else (best,),
             )
 
-    async def _scored(self, groups: Sequence[RolloutGroup]) -> Sequence[RolloutGroup]:
-        return [score(group, self.inputs.reward_fn) for group in groups]
+    def _best_step(self) -> int | None:
+        """The best step that has a checkpoint, this one counted as if it had."""
+        return best_step(self.folder.path, saving=self.num_steps_done)
 
     async def _after_step(self) -> None:
-        config, every = self.recipe.trainer, self.recipe.evaluation.every_steps
+        config, evaluation = self.recipe.trainer, self.recipe.evaluation
         is_last = self.num_steps_done == config.num_steps
-        if not is_last and every is not None and self.num_steps_done % every == 0:
+        is_new_best = False
+        if not is_last and evaluation.every_steps is not None and self.num_steps_done % evaluation.every_steps == 0:
             await self.evaluate()
-        if is_last or self.num_steps_done % config.checkpoint_every_steps == 0:
+            is_new_best = evaluation.keep_best and self._best_step() == self.num_steps_done
+        if is_last or is_new_best or self.num_steps_done % config.checkpoint_every_steps == 0:
             self.save()
 
-    def _trainer(self, config: TrainerConfig) -> Trainer:
+    def _history(self) -> list[StepFacts]:
+        """Of the last steps that were trained before this process began."""
+        rows = [row for row in read_metrics(self.folder.metrics) if row.phase == "train"]
+        return [StepFacts.of(row.values) for row in rows[-self.stop_rules.num_steps_needed :]]
+
+    def _stream(self, *, shuffle: bool) -> PromptStream:
+        split = self.inputs.prompts
+        return PromptStream(split.train, seed=self.recipe.run.seed, shuffle=shuffle, weights=split.weights)
+
+    def _trainer(self) -> Trainer:
+        config = self.recipe.trainer
         optimizer = MasterOptimizer(
             self.model.parameters(),
             learning_rate=config.learning_rate,
@@ -208,6 +264,7 @@ class SynchronousRun:
             temperature=self.recipe.rollout.temperature,
             max_grad_norm=config.max_grad_norm,
             data_parallel=self.data_parallel,
+            max_response_tokens=self.recipe.rollout.max_response_tokens,
         )
 
     def _plan(self, groups: Sequence[RolloutGroup], *, num_updates: int) -> tuple[Update, ...]:
@@ -225,24 +282,35 @@ class SynchronousRun:
         await publish(weights, self.num_steps_done, [self.engine], timeout_s=self.recipe.rollout.timeout_s)
 
     def _report(
-        self, groups: Sequence[RolloutGroup], updates: Sequence[Update], result: StepResult, *, seconds: float
-    ) -> None:
-        """The step in metrics.jsonl, in rollouts/, and before the user's eyes."""
-        diagnosis = StepDiagnosis.of(groups, policy_version=self.num_steps_done - 1)
-        num_generated = sum(sum(group.response_lengths) for group in groups)
-        tflops_per_s = result.useful_flops / result.update_s / 1e12
-        self.metrics.log(
+        self,
+        rollout: StepRollout,
+        groups: Sequence[RolloutGroup],
+        updates: Sequence[Update],
+        result: StepResult | None,
+        *,
+        seconds: float,
+    ) -> StepFacts:
+        """The step in metrics.jsonl, in rollouts/, and before the user's eyes.
+
+        groups: those trained on, with advantages, truncated responses included. result: None where nothing was left.
+        """
+        diagnosis = replace(
+            StepDiagnosis.of(groups, policy_version=self.num_steps_done - 1),
+            num_lost_responses=rollout.num_lost,
+            reward_mean=rollout.reward_mean,
+            reward_std=rollout.reward_std,
+        )
+        num_generated = sum(sum(group.response_lengths) for group in rollout.scored.groups)
+        row = self.metrics.log(
             self.num_steps_done,
             "train",
             **asdict(diagnosis),
-            **asdict(result),
-            dedup_ratio=result.dedup_ratio,
+            **rollout.scored.metrics(),
+            num_sampling_rounds=rollout.num_rounds,
+            num_sampled_groups=len(rollout.scored.groups),
             num_generated_tokens=num_generated,
-            logical_tokens_per_s=result.num_logical_tokens / result.update_s,
-            computed_tokens_per_s=result.num_rows / result.update_s,
-            useful_tflops_per_s=tflops_per_s,
-            useful_mfu=None if self.peak_tflops is None else tflops_per_s / self.peak_tflops,
-            planner_imbalance=max(update.plan.imbalance for update in updates),
+            **({} if result is None else self._update_figures(result)),
+            planner_imbalance=max((update.plan.imbalance for update in updates), default=1.0),
             step_s=seconds,
         )
         write_rollouts(self.folder.rollouts, self.num_steps_done, groups)
@@ -253,14 +321,27 @@ class SynchronousRun:
                 num_steps=self.recipe.trainer.num_steps,
                 seconds=seconds,
                 reward_mean=diagnosis.reward_mean,
-                loss=result.loss,
-                tokens_per_s=result.num_logical_tokens / seconds,
-                computed_tokens_per_s=result.num_rows / seconds,
-                dedup_ratio=result.dedup_ratio,
+                loss=None if result is None else result.loss,
+                tokens_per_s=None if result is None else result.num_logical_tokens / seconds,
+                computed_tokens_per_s=None if result is None else result.num_rows / seconds,
+                dedup_ratio=None if result is None else result.dedup_ratio,
             )
         )
-        for kind, warning in diagnosis.warnings().items():
+        facts = StepFacts.of(row.values)
+        for kind, warning in (rollout.scored.warnings() | diagnosis.warnings(facts)).items():
             self.view.warn(warning, kind=kind)
+        return facts
+
+    def _update_figures(self, result: StepResult) -> dict[str, MetricValue]:
+        tflops_per_s = result.useful_flops / result.update_s / 1e12
+        return {
+            **asdict(result),
+            "dedup_ratio": result.dedup_ratio,
+            "logical_tokens_per_s": result.num_logical_tokens / result.update_s,
+            "computed_tokens_per_s": result.num_rows / result.update_s,
+            "useful_tflops_per_s": tflops_per_s,
+            "useful_mfu": None if self.peak_tflops is None else tflops_per_s / self.peak_tflops,
+        }
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

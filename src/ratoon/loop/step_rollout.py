@@ -1,0 +1,128 @@
+"""The scored groups that one step trains on."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratoon.config.recipe import Recipe
+from ratoon.data import PromptStream
+from ratoon.loop.repeats import tell_apart
+from ratoon.loop.stages import generate_groups
+from ratoon.metrics import MetricsLog
+from ratoon.rewards import RewardPool, ScoredGroups
+from ratoon.rewards.scored import merge
+from ratoon.rollout import RolloutEngine
+from ratoon.types.rollouts import RolloutGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRollout:
+    """What a step sampled, and what it trains on."""
+
+    scored: ScoredGroups
+    """Every group that was sampled; one that lost all its responses is empty."""
+
+    groups: tuple[RolloutGroup, ...]
+    """To train on, none of them empty. All that were sampled, or under dynamic sampling those that teach something."""
+
+    num_responses_asked: int
+    num_rounds: int
+    """Rollouts it took; more than 1 under dynamic sampling only."""
+
+    @property
+    def num_lost(self) -> int:
+        """Responses that the engine did not give, or whose reward failed and was dropped."""
+        return self.num_responses_asked - sum(group.group_size for group in self.scored.groups)
+
+    @property
+    def reward_mean(self) -> float:
+        """Of every response sampled: what the policy earns, whichever groups are trained on."""
+        return float(self._rewards.mean()) if self._rewards.size else 0.0
+
+    @property
+    def reward_std(self) -> float:
+        return float(self._rewards.std()) if self._rewards.size else 0.0
+
+    @property
+    def _rewards(self) -> NDArray[np.float64]:
+        scored = [group.rewards_N for group in self.scored.groups if group.rewards_N is not None]
+        return np.concatenate([np.zeros(0), *scored])
+
+
+async def roll_out(
+    step: int,
+    *,
+    recipe: Recipe,
+    prompts: PromptStream,
+    engine: RolloutEngine,
+    rewards: RewardPool,
+    metrics: MetricsLog,
+    enter: Callable[[str], None],
+) -> StepRollout:
+    """Samples and scores `rollout.prompts_per_step` groups.
+
+    Under dynamic sampling (DAPO, arXiv 2503.14476, §3.2), groups whose rewards are all equal are replaced by groups of
+    the next prompts, for `algorithm.max_sampling_rounds` rounds at most; then fewer groups have to do. Where no group
+    at all teaches anything, the first ones are returned as they are: the step then says why it is useless.
+
+    enter: told the name of each phase as it begins.
+    """
+    rollout, wanted = recipe.rollout, recipe.rollout.prompts_per_step
+    sampling = rollout.sampling_params(recipe.run.seed)
+    seen: Counter[str | int] = Counter()
+    parts: list[ScoredGroups] = []
+    teaching: list[RolloutGroup] = []
+    num_asked, num_prompts = 0, wanted
+    for _ in range(recipe.algorithm.max_sampling_rounds or 1):
+        enter("generate")
+        with metrics.span("generate"):
+            taken = tell_apart(prompts.take(num_prompts), seen)
+            generated = await generate_groups(
+                engine, taken, group_size=rollout.group_size, sampling=sampling, step=step
+            )
+        enter("reward")
+        with metrics.span("reward"):
+            parts.append(await rewards.score([group for group in generated if group.group_size]))
+        num_asked += num_prompts * rollout.group_size
+        teaching += [group for group in parts[-1].groups if group.group_size and _teaches(group, recipe)]
+        if len(teaching) >= wanted:
+            break
+        share_that_teaches = len(teaching) * rollout.group_size / num_asked
+        num_prompts = _num_prompts_next(wanted - len(teaching), share_that_teaches, most=wanted)
+    scored = merge(parts)
+    whole = [group for group in scored.groups if group.group_size]
+    return StepRollout(
+        scored=scored,
+        groups=tuple(teaching[:wanted] or whole[:wanted]),
+        num_responses_asked=num_asked,
+        num_rounds=len(parts),
+    )
+
+
+def _teaches(group: RolloutGroup, recipe: Recipe) -> bool:
+    """Whether a step without dynamic sampling, or with it, keeps the group."""
+    if not recipe.algorithm.dynamic_sampling:
+        return True
+    assert group.rewards_N is not None, "a scored group has rewards"
+    return bool(np.ptp(group.rewards_N) > 0)
+
+
+def _num_prompts_next(num_missing: int, share_that_teaches: float, *, most: int) -> int:
+    """As many prompts as will probably fill the step, at most a whole step's."""
+    return most if share_that_teaches == 0 else min(math.ceil(num_missing / share_that_teaches), most)
+
+
+def without_truncated(groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
+    """The groups without responses that the token budget ended; groups that have no others are left out.
+
+    DAPO's overlong filtering, arXiv 2503.14476, §3.4. Called after advantages, in which they still count.
+    """
+    kept = [
+        group.select([index for index, response in enumerate(group.responses) if not response.is_truncated])
+        for group in groups
+    ]
+    return tuple(group for group in kept if group.group_size)
