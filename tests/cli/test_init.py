@@ -1,0 +1,148 @@
+"""`ratoon init`: every recipe that it writes loads and can be planned."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratoon.cli.main import main
+from ratoon.cli.recipe_templates import TASKS
+from ratoon.config import load_recipe
+from ratoon.models import build_fresh
+from ratoon.models.config import FreshModelConfig
+
+
+def init(*arguments: object) -> int:
+    return main(["init", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("machine", ["cpu", "gpu"])
+@pytest.mark.parametrize("task", TASKS)
+def test_every_recipe_loads_and_explains_itself(task: str, machine: str, tmp_path: Path):
+    out = tmp_path / "my run.toml"
+    assert init(out, "--task", task, "--machine", machine) == 0
+    recipe = load_recipe(out)
+    assert recipe.run.name == "my-run"
+    assert recipe.trainer.device == ("cuda" if machine == "gpu" else "cpu")
+    text = out.read_text()
+    assert f"{recipe.rollout.prompts_per_step} prompts x {recipe.rollout.group_size} responses" in text
+    assert max(len(line) for line in text.splitlines()) <= 120
+    comments = sum("#" in line for line in text.splitlines())
+    assert comments >= 20
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_recipe_can_be_planned_as_it_is(task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("reasoning_gym")
+    pytest.importorskip("math_verify")
+    out = tmp_path / "r.toml"
+    assert init(out, "--task", task, "--machine", "cpu") == 0
+    # the templates' run folders are relative to the current folder
+    assert main(["plan", str(out), f"--run.output_dir={tmp_path}/runs"]) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    assert "a new run" in shown
+    assert "warning" not in shown
+
+
+def test_example_answers_are_right_by_the_written_reward(tmp_path: Path):
+    """The skeleton scores its own example rows' answers 1, and others less."""
+    assert init(tmp_path / "r.toml", "--task", "own-reward", "--machine", "cpu") == 0
+    names: dict[str, Any] = {}
+    exec((tmp_path / "rewards.py").read_text(), names)
+    for line in (tmp_path / "data.jsonl").read_text().splitlines():
+        answer = json.loads(line)["answer"]
+        assert names["score"](response=answer, answer=answer) == 1.0
+        assert names["score"](response="no", answer=answer) < 1.0
+
+
+def test_nothing_is_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "rewards.py").write_text("mine")
+    assert init(tmp_path / "r.toml", "--task", "own-reward", "--machine", "cpu") == 2
+    shown = capsys.readouterr().err
+    assert "rewards.py exists already" in shown
+    assert "--force" in shown
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rewards.py"]
+    assert init(tmp_path / "r.toml", "--task", "own-reward", "--machine", "cpu", "--force") == 0
+    assert "def score" in (tmp_path / "rewards.py").read_text()
+
+
+def test_own_data_is_named_and_no_example_is_written(tmp_path: Path):
+    rows = "".join(json.dumps({"prompt": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(70))
+    (tmp_path / "mine.jsonl").write_text(rows)
+    assert init(tmp_path / "r.toml", "--task", "qa", "--machine", "cpu", "--data", "mine.jsonl") == 0
+    recipe = load_recipe(tmp_path / "r.toml")
+    assert recipe.data.source == "mine.jsonl"
+    assert recipe.data.num_heldout == 7
+    assert not (tmp_path / "qa.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["a .toml file"]),
+        (["recipe"], ["a .toml file", "'recipe'"]),
+        (["{}/r.toml", "--task", "reasoning-gym", "--data", "x.jsonl"], ["--data", "reasoning-gym"]),
+        (["{}/r.toml", "--gguf-file", "x.gguf"], ["--model"]),
+        (["{}/r.toml", "--memory-gib", "-1"], ["--memory-gib"]),
+        (["{}/absent/r.toml", "--machine", "cpu"], ["cannot be written"]),
+        (["{}/r.toml", "--machine", "cpu", "--model", "{}/absent"], ["does not exist"]),
+    ],
+)
+def test_wrong_options_are_one_paragraph(
+    arguments: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert init(*(argument.format(tmp_path) for argument in arguments)) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("ratoon init: ")
+    assert shown.count("\n") == 1
+    for word in words:
+        assert word in shown
+    assert not list(tmp_path.iterdir())
+
+
+def test_list_names_every_task(capsys: pytest.CaptureFixture[str]):
+    assert init("--list") == 0
+    shown = capsys.readouterr().out
+    for name, task in TASKS.items():
+        assert name in shown
+        assert task.purpose in shown
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    model, tokenizer = build_fresh(FreshModelConfig(hidden_size=64, num_layers=8), seed=0)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("has_template", [False, True])
+def test_model_folder_decides_the_model_table(model_folder: Path, tmp_path: Path, has_template: bool):
+    if has_template:
+        (model_folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert init(tmp_path / "r.toml", "--machine", "gpu", "--model", model_folder, "--memory-gib", 100) == 0
+    recipe = load_recipe(tmp_path / "r.toml")
+    assert recipe.model.path == str(model_folder)
+    assert recipe.model.dtype == "bfloat16"
+    assert recipe.model.recompute == "none"
+    assert recipe.planner.max_rows_per_microbatch == 32_768
+    assert recipe.data.chat_template is has_template
+
+
+def test_little_memory_recomputes_more_then_takes_fewer_rows_then_warns(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    choices: list[tuple[str, int]] = []
+    for gib in (100.0, 1.4, 0.9, 0.5, 0.001):
+        arguments = ("--machine", "cpu", "--model", model_folder, "--memory-gib", gib, "--force")
+        assert init(tmp_path / "r.toml", *arguments) == 0
+        recipe = load_recipe(tmp_path / "r.toml")
+        choices.append((recipe.model.recompute, recipe.planner.max_rows_per_microbatch))
+        assert ("warning" in capsys.readouterr().err) == (gib == 0.001)
+    order = ["none", "selective", "full"]
+    ranks = [(order.index(recompute), -rows) for recompute, rows in choices]
+    assert ranks == sorted(ranks)
+    assert choices[0] == ("none", 32_768)
+    assert choices[-1] == ("full", 4_096)
+    assert len(set(choices)) >= 4

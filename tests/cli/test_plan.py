@@ -1,0 +1,178 @@
+"""`ratoon plan`: what it says, what it leaves alone, and how it ends."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.loop.tiny_run import write_tiny_recipe
+from transformers import PreTrainedModel
+
+from ratoon.cli.main import main
+from ratoon.models import build_fresh
+from ratoon.models.config import FreshModelConfig
+
+Plan = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tiny_recipe(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def plan(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """`ratoon plan` of the tiny recipe, where loading a model's weights is a failure: (status, out, err)."""
+
+    def no_weights(*_: object, **__: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(PreTrainedModel, "from_pretrained", no_weights)
+        capsys.readouterr()
+        status = main(["plan", str(folder / "recipe.toml"), *arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def files_of(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
+
+
+def test_says_what_a_batch_is_and_writes_nothing(plan: Plan, folder: Path):
+    """verl#1524, #180, #376, #3288, #2333: is the batch in prompts or sequences, global or not, before or after x n?"""
+    before = files_of(folder)
+    status, out, err = plan("--algorithm.num_minibatches=2", "--planner.max_rows_per_microbatch=40")
+    assert status == 0, err
+    assert "2 prompts x 4 responses = 8 sequences a step" in out
+    assert "global: for all ranks together" in out
+    assert "counts prompts, not sequences" in out
+    assert "2 optimizer updates of 1 prompts each" in out
+    assert "at most 40 rows (planner.max_rows_per_microbatch)" in out
+    assert "not the loss" in out
+    assert "runs/tiny: a new run" in out
+    assert files_of(folder) == before
+
+
+def test_shows_what_differs_or_everything(plan: Plan):
+    _, short, _ = plan("--algorithm.name=dapo")
+    assert 'algorithm.name = "dapo"' in short
+    assert "algorithm.clip_high = 0.28" in short  # what the name set
+    assert "model.fresh.hidden_size = 32" in short
+    assert "rollout.temperature" not in short
+    _, full, _ = plan("--full")
+    assert "temperature = 1.0" in full
+    assert "[planner]" in full
+
+
+def test_numbers_of_the_tiny_recipe(plan: Plan):
+    """Two prompts of 3 tokens with 4 responses each, of 3 or of 6 tokens."""
+    _, out, _ = plan()
+    cells = {line[:36].strip(): line[36:].split() for line in out.splitlines()}
+    assert cells["rows a step"] == [str(2 * (3 + 4 * 3)), str(2 * (3 + 4 * 6))]
+    assert cells["tokens of separate sequences"] == [str(2 * 4 * (3 + 3)), str(2 * 4 * (3 + 6))]
+    assert cells["dedup ratio"] == ["1.60", "1.33"]
+    assert cells["microbatches an update, each rank"] == ["1", "1"]
+    assert "11 rows; 8 to train on, 3 held out" in out
+    assert "flash (torch-cpu)" in out
+    assert "3 to 3" in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["--trainer.num_step=5"], ["trainer.num_step", "Did you mean num_steps"]),
+        (["--rollout.max_response_tokens=100"], ["model.fresh.max_positions = 32"]),
+        (["--planner.max_rows_per_microbatch=5"], ["planner.max_rows_per_microbatch = 5"]),
+        (["--data.source=absent.jsonl"], ["absent.jsonl", "does not exist"]),
+        (["--reward.function=python:absent.py:score"], ["absent.py"]),
+        (["--model.attention=flex"], ['model.attention = "flex"']),
+        (["--run.output_dir=/dev/null"], ["/dev/null/tiny", "run.output_dir"]),
+    ],
+)
+def test_what_train_refuses_ends_in_one_paragraph_and_2(
+    plan: Plan, folder: Path, overrides: list[str], words: list[str]
+):
+    before = files_of(folder)
+    status, _, err = plan(*overrides)
+    assert status == 2
+    assert err.startswith("ratoon plan: ")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+    assert files_of(folder) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU can run it")
+def test_recipe_of_another_machine_is_planned_all_the_same(plan: Plan):
+    status, out, _ = plan("--trainer.device=cuda", "--model.dtype=bfloat16")
+    assert status == 0
+    assert "this machine cannot run it" in out
+    assert "float32 masters" in out
+    assert "depends on the GPU" in out
+
+
+def test_memory_and_disk_that_do_not_suffice(plan: Plan, monkeypatch: pytest.MonkeyPatch):
+    """Too little memory is an estimate, and warned of; a checkpoint that cannot be written is what train refuses."""
+    monkeypatch.setattr("ratoon.loop.dry_run.machine_bytes", lambda _: 1000)
+    status, out, _ = plan()
+    assert status == 0
+    assert "warning: the estimate is over" in out
+    usage = SimpleNamespace(total=1, used=1, free=1000)
+    monkeypatch.setattr("ratoon.loop.run_state.shutil.disk_usage", lambda _: usage)
+    status, out, err = plan()
+    assert status == 2
+    assert "Free some space" in err
+    assert "checkpoints stand side by side" in out
+
+
+def test_run_folder_that_train_would_resume_or_refuse(plan: Plan, folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", str(folder / "recipe.toml"), "--trainer.num_steps=1"]) == 0
+    before = files_of(folder / "runs")
+    assert "would resume after step 1 of 6" in plan()[1]
+    assert "complete (1 step)" in plan("--trainer.num_steps=1")[1]
+    status, out, err = plan("--trainer.learning_rate=1e-4")
+    assert status == 2
+    assert "dedup ratio" in out  # the plan is shown all the same
+    assert "changed: trainer.learning_rate" in err
+    assert err.count("\n") == 1
+    assert files_of(folder / "runs") == before
+
+
+def test_model_folder_is_planned_without_its_weights(plan: Plan, folder: Path):
+    """Weights that hold nonsense are not noticed: only headers are read."""
+    model, tokenizer = build_fresh(FreshModelConfig(hidden_size=32, num_layers=1, tied_embeddings=False), seed=0)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    weights = folder / "model" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2] + b"\xff" * (len(content) - len(content) // 2))
+    text = (folder / "recipe.toml").read_text()
+    start, end = text.index("[model.fresh]"), text.index("[data]")
+    (folder / "recipe.toml").write_text(f"{text[:start]}[model]\npath = {str(folder / 'model')!r}\n{text[end:]}")
+    status, out, err = plan("--rollout.max_response_tokens=2000")
+    assert status == 0, err
+    assert f"{sum(parameter.numel() for parameter in model.parameters()) / 1e3:.3g} k parameters" in out
+    assert "1,024 positions" in out
+    assert "beyond them it is untrained" in out
+    shutil.rmtree(folder / "model")
+    assert plan()[0] == 2
+
+
+def test_several_sources_and_odd_values_are_shown_as_toml(folder: Path, plan: Plan):
+    rows = "".join(json.dumps({"prompt": word, "answer": "a"}) + "\n" for word in ("abc", "bcd", "cde"))
+    (folder / "more.jsonl").write_text(rows)
+    text = (folder / "recipe.toml").read_text().replace('source = "words.jsonl"\n', "")
+    tables = '[[data.sources]]\nsource = "words.jsonl"\n[[data.sources]]\nsource = "more.jsonl"\n'
+    (folder / "recipe.toml").write_text(text.replace("[sft]", f"{tables}[sft]"))
+    status, out, err = plan("--trainer.max_grad_norm=inf", "--rollout.stop=['h']")
+    assert status == 0, err
+    assert 'data.sources = [{ source = "words.jsonl" }, { source = "more.jsonl" }]' in out
+    assert "trainer.max_grad_norm = inf" in out
+    assert 'rollout.stop = ["h"]' in out
