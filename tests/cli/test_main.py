@@ -12,7 +12,7 @@ import pytest
 import ratoon
 from ratoon.cli.main import main
 
-COMMANDS = ("train", "data", "export", "doctor", "bench")
+COMMANDS = ("train", "eval", "plan", "init", "data", "export", "doctor", "bench")
 
 
 def leave(arguments: list[str]) -> int:

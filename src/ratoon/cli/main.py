@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import ratoon
-from ratoon.cli import bench, data, doctor, export, train
+from ratoon.cli import bench, data, doctor, evaluate, export, init, plan, train
 from ratoon.cli.complaint import complain
 from ratoon.types.errors import UserError
 
@@ -16,7 +16,7 @@ EXIT_INTERRUPTED = 130
 _OVERRIDE = re.compile(r"--[^=.]+\.")
 """A dotted key of the recipe: no option of a command has a dot before its `=`."""
 
-_COMMANDS = (train, data, export, doctor, bench)
+_COMMANDS = (train, evaluate, plan, init, data, export, doctor, bench)
 """In the order of the help. Each module has `register`, and imports what is heavy when it runs."""
 
 _EXAMPLE = """\
@@ -31,7 +31,8 @@ example:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status.
 
-    0 done, 2 something the user must change, 130 stopped by Ctrl-C, 143 by SIGTERM, 1 anything else.
+    0 done, 2 something the user must change, 3 a run ended by one of its `[stop]` rules, 130 stopped by Ctrl-C,
+    143 by SIGTERM, 1 anything else.
     """
     _fill_closed_streams()
     # Read when tqdm is imported: libraries' bars would run across our own lines.
