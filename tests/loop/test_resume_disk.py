@@ -9,10 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.loop.tiny_run import SCORES_PER_STEP, Outcome, TinyRun, traces, write_tiny_recipe
+from tests.loop.tiny_run import SCORES_PER_STEP, Outcome, TinyRun, metrics_rows, traces, write_tiny_recipe
 
 from ratoon.loop import synchronous
 from ratoon.trainer import checkpoint as checkpoint_module
+from ratoon.trainer import model_folder
 from ratoon.trainer.checkpoint import find_damage
 
 
@@ -135,3 +136,22 @@ def test_removed_checkpoints_do_not_end_a_run_that_still_knows_its_weights(tiny:
     assert tiny.train().status == 0
     assert_checkpoints_are_whole(tiny.run_dir, "step-000004", "step-000006")
     assert traces(tiny.run_dir) == traces(undisturbed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_room_for_a_checkpoint_is_looked_for_before_the_warm_start(
+    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, dtype: str
+):
+    assert tiny.train("--trainer.num_steps=1", f"--model.dtype={dtype}", "--run.name=measured").status == 0
+    checkpoint = tiny.run_dir.with_name("measured") / "checkpoints" / "step-000001"
+    needed = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+    room = checkpoint_module.FREE_BYTES_MARGIN + model_folder._FOLDER_BYTES
+    usage = shutil.disk_usage(tiny.folder)
+    # The checkpoint's JSON files, and what is left free beside them, are the estimate's error.
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed + room - 100_000))
+    refused = tiny.train(f"--model.dtype={dtype}")
+    assert refused.status == 2
+    assert "a checkpoint in" in refused.err and "Free some space" in refused.err
+    assert not metrics_rows(tiny.run_dir, "sft")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed + room + 100_000))
+    assert tiny.train(f"--model.dtype={dtype}", "--trainer.num_steps=1").status == 0

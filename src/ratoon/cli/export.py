@@ -22,6 +22,7 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or one of its checkpoints")
     parser.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist yet, or is empty")
+    parser.add_argument("--best", action="store_true", help="of a run: its best checkpoint instead of the newest")
     parser.add_argument(
         "--adapter", action="store_true", help="of a LoRA run: write the adapters alone, instead of the merged model"
     )
@@ -34,6 +35,7 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
 def _run(known: argparse.Namespace, _: Sequence[str]) -> int:
     from transformers.utils.logging import disable_progress_bar
 
+    from ratoon.trainer.best_checkpoint import best_checkpoint
     from ratoon.trainer.export import AdapterExport, export_checkpoint
 
     disable_progress_bar()  # transformers would draw one for each file
@@ -45,7 +47,8 @@ def _run(known: argparse.Namespace, _: Sequence[str]) -> int:
             is_merged=not known.adapter, base_path=known.base, trust_remote_code=known.trust_remote_code
         )
     try:
-        checkpoint = export_checkpoint(known.run, known.out, adapters=adapters, warn=_warn)
+        source = best_checkpoint(known.run, warn=_warn) if known.best else known.run
+        checkpoint = export_checkpoint(source, known.out, adapters=adapters, warn=_warn)
     except OSError as error:
         raise UserError(
             f"{known.run} cannot be exported to {known.out} ({error.strerror}: {error.filename}); "

@@ -25,7 +25,8 @@ from ratoon.metrics.rows import MetricValue
 from ratoon.metrics.sinks import Sinks, check_sinks
 from ratoon.models import describe_adapters
 from ratoon.rollout import RolloutEngine, build_engine
-from ratoon.trainer.checkpoint import checkpoint_step, clean_leftovers, latest_checkpoint
+from ratoon.trainer.best_checkpoint import best_step
+from ratoon.trainer.checkpoint import checkpoint_name, checkpoint_step, clean_leftovers, latest_checkpoint
 from ratoon.trainer.durable_files import is_disk_full
 from ratoon.trainer.reference import ReferenceScore
 from ratoon.types.errors import UserError
@@ -82,10 +83,10 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
         with _stop_on_signals(run, view.warn) as received:
             asyncio.run(_begin_or_resume(run, checkpoint))
         view.finish(_summary(run, folder, metrics, command=command, started=started))
-        if run.stop_reason is not None and not received:
-            return EXIT_STOPPED
         if _is_complete(recipe, inputs, run.newest_checkpoint, metrics):
             return 0
+        if run.stop_reason is not None and not received:
+            return EXIT_STOPPED
         assert received, "a run that nobody stopped is complete"
         return 128 + received[0]
 
@@ -127,6 +128,7 @@ def _described(error: BaseException) -> str:
 
 async def _begin_or_resume(run: SynchronousRun, checkpoint: Path | None) -> None:
     async with _closing(run.engine, run.view.warn):
+        run.require_room()
         if checkpoint is not None:
             await run.restore(checkpoint)
             run.view.say(f"resuming after step {run.num_steps_done} from {run.folder.shown(checkpoint)}")
@@ -146,7 +148,6 @@ async def _begin_or_resume(run: SynchronousRun, checkpoint: Path | None) -> None
         await run.train()
         if run.stop_reason is not None:
             run.view.say(f"stopped by {run.stop_reason.rule}: {run.stop_reason.sentence}", "bold yellow")
-            run.view.say(run.stop_reason.how_to_go_on)
         if not run.is_stopping:
             await run.evaluate()
 
@@ -245,7 +246,14 @@ def _summary(
         reward_after=None if after is None else _number(after, "reward_mean"),
         num_heldout_responses=0 if before is None else int(_number(before, "num_responses")),
         checkpoint=None if run.newest_checkpoint is None else folder.shown(run.newest_checkpoint),
+        best_checkpoint=_best_checkpoint(recipe, folder),
+        how_to_go_on=None if run.stop_reason is None else run.stop_reason.how_to_go_on,
     )
+
+
+def _best_checkpoint(recipe: Recipe, folder: RunFolder) -> Path | None:
+    step = best_step(folder.path) if recipe.evaluation.keep_best else None
+    return None if step is None else folder.shown(folder.checkpoints / checkpoint_name(step))
 
 
 def _total(rows: Sequence[Mapping[str, MetricValue]], name: str) -> int:

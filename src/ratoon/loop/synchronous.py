@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ratoon.config.recipe import Recipe
 from ratoon.data import PromptStream, StreamState
 from ratoon.distributed import DataParallel
-from ratoon.loop.diagnosis import StepDiagnosis, StepFacts
+from ratoon.loop.diagnosis import StepDiagnosis, StepFacts, explain_loss
 from ratoon.loop.evaluation import Evaluation, evaluate
 from ratoon.loop.inputs import Inputs
 from ratoon.loop.run_folder import RunFolder
@@ -29,7 +29,7 @@ from ratoon.planner import CostModel, peak_tflops
 from ratoon.rollout import RolloutEngine
 from ratoon.trainer import MasterOptimizer, StepResult, Trainer, Update
 from ratoon.trainer.best_checkpoint import best_step
-from ratoon.trainer.checkpoint import load_checkpoint, save_checkpoint
+from ratoon.trainer.checkpoint import load_checkpoint, require_free_bytes, save_checkpoint
 from ratoon.trainer.model_folder import model_file_bytes, save_model
 from ratoon.trainer.optimizer import learning_rate_at, scheduled_rate
 from ratoon.trainer.reference import ReferenceScore
@@ -74,6 +74,7 @@ class SynchronousRun:
         self.stop_rules = StopRules(recipe.stop)
         self.stop_reason: StopReason | None = None
         """The rule that has ended the run."""
+        self._has_explained_zero = False
         self.num_steps_done = 0
         self.newest_checkpoint: Path | None = None
         self.is_stopping = False
@@ -129,6 +130,11 @@ class SynchronousRun:
                     StepReport(stage="sft", step=step + 1, num_steps=sft.num_steps, seconds=seconds, loss=loss)
                 )
         return True
+
+    def require_room(self) -> None:
+        """Raises UserError if the disk has no room for one checkpoint: now, and not after the warm start."""
+        num_bytes = model_file_bytes(self.model) + self.trainer.optimizer.full_state_bytes
+        require_free_bytes(self.folder.checkpoints, num_bytes)
 
     def use_reference(self, reference: ReferenceScore | None) -> None:
         """Gives the trainer what a KL penalty is measured against."""
@@ -309,7 +315,7 @@ class SynchronousRun:
             num_sampling_rounds=rollout.num_rounds,
             num_sampled_groups=len(rollout.scored.groups),
             num_generated_tokens=num_generated,
-            **({} if result is None else self._update_figures(result)),
+            **({"num_loss_tokens": 0} if result is None else self._update_figures(result)),
             planner_imbalance=max((update.plan.imbalance for update in updates), default=1.0),
             step_s=seconds,
         )
@@ -328,9 +334,17 @@ class SynchronousRun:
             )
         )
         facts = StepFacts.of(row.values)
+        self._explain_zero_once(facts)
         for kind, warning in (rollout.scored.warnings() | diagnosis.warnings(facts)).items():
             self.view.warn(warning, kind=kind)
         return facts
+
+    def _explain_zero_once(self, facts: StepFacts) -> None:
+        """A loss that prints as 0 worries people also where nothing is wrong."""
+        cause = explain_loss(facts)
+        if cause is not None and cause.is_normal and not self._has_explained_zero:
+            self._has_explained_zero = True
+            self.view.say(cause.sentence)
 
     def _update_figures(self, result: StepResult) -> dict[str, MetricValue]:
         tflops_per_s = result.useful_flops / result.update_s / 1e12

@@ -6,10 +6,8 @@ under another name and renamed once everything is on disk, so a folder of the fi
 damaged it afterwards, which the manifest shows.
 """
 
-import errno
 import hashlib
 import json
-import os
 import re
 import shutil
 import warnings
@@ -18,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ratoon.trainer.durable_files import PARTIAL_PREFIX, fsync_folder, fsync_tree, is_disk_full
@@ -93,7 +91,7 @@ def save_checkpoint(
             return final
         _remove(final)
     num_bytes = model_bytes + state_bytes(state)
-    _require_free_bytes(folder, num_bytes)
+    require_free_bytes(folder, num_bytes)
     partial = folder / (PARTIAL_PREFIX + checkpoint_name(step))
     try:
         partial.mkdir()
@@ -103,9 +101,8 @@ def save_checkpoint(
         fsync_tree(partial)
         partial.rename(final)
         fsync_folder(folder)
-    except (OSError, SafetensorError) as error:
-        # safetensors tells by its message alone.
-        if is_disk_full(error) or os.strerror(errno.ENOSPC) in str(error):
+    except Exception as error:
+        if is_disk_full(error):
             raise UserError(
                 f"the disk filled up while checkpoint {checkpoint_name(step)} was written to {folder} "
                 f"(it needs about {num_bytes / 1e9:.2f} GB): {error}; earlier checkpoints are whole. "
@@ -183,6 +180,19 @@ def find_damage(path: Path, *, read_bytes: bool = True) -> str | None:
     return None
 
 
+def require_free_bytes(folder: Path, num_bytes: int) -> None:
+    """Raises UserError if the disk of `folder`, which is made, has no room for a checkpoint of `num_bytes`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free_bytes = shutil.disk_usage(folder).free
+    wanted_bytes = num_bytes + FREE_BYTES_MARGIN
+    if free_bytes < wanted_bytes:
+        raise UserError(
+            f"a checkpoint in {folder} needs {wanted_bytes / 1e9:.2f} GB, and the disk has {free_bytes / 1e9:.2f} GB "
+            "free; nothing was written and earlier checkpoints are whole. Free some space, keep fewer checkpoints, "
+            "or move the run to a larger disk, then run the same command again"
+        )
+
+
 def clean_leftovers(folder: Path) -> None:
     """Removes what killed processes left half written or half removed; complete checkpoints are untouched.
 
@@ -258,14 +268,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
     else:
         doomed.unlink()
-
-
-def _require_free_bytes(folder: Path, num_bytes: int) -> None:
-    free_bytes = shutil.disk_usage(folder).free
-    wanted_bytes = num_bytes + FREE_BYTES_MARGIN
-    if free_bytes < wanted_bytes:
-        raise UserError(
-            f"a checkpoint in {folder} needs {wanted_bytes / 1e9:.2f} GB, and the disk has {free_bytes / 1e9:.2f} GB "
-            "free; nothing was written and earlier checkpoints are whole. Free some space, keep fewer checkpoints, "
-            "or move the run to a larger disk, then run the same command again"
-        )

@@ -70,6 +70,17 @@ class MasterOptimizer:
         for tensor in (*self.parameters, *self.masters):
             tensor.grad = None
 
+    @property
+    def full_state_bytes(self) -> int:
+        """What `state_dict` holds from the first update on: two moments of each weight, and the masters it copies."""
+        moments = sum(2 * master.numel() * master.element_size() for master in self.masters)
+        copies = sum(
+            master.numel() * master.element_size()
+            for parameter, master in zip(self.parameters, self.masters, strict=True)
+            if parameter is not master
+        )
+        return moments + copies
+
     def state_dict(self) -> dict[str, Any]:
         """Moments and step counts, and the masters of 16-bit weights."""
         masters = [

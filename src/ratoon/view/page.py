@@ -93,8 +93,12 @@ def _next_lines(summary: RunSummary) -> list[PageLine]:
     lines = [PageLine("Files", "bold"), _labelled("run folder", str(summary.run_dir))]
     if summary.checkpoint is not None:
         lines.append(_labelled("checkpoint", str(summary.checkpoint)))
+    if summary.best_checkpoint is not None:
+        lines.append(_labelled("best checkpoint", str(summary.best_checkpoint)))
     lines.append(PageLine("What next", "bold"))
-    if not summary.is_complete:
+    if summary.how_to_go_on is not None:
+        lines.append(PageLine(f"  {summary.how_to_go_on}"))
+    elif not summary.is_complete:
         lines.append(_labelled("resume", summary.train_command))
     if summary.checkpoint is not None:
         lines.append(_labelled("use the model", f"ratoon export {summary.run_dir} {summary.run_name}-model"))

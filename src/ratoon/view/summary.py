@@ -73,6 +73,12 @@ class RunSummary:
     checkpoint: Path | None = None
     """The newest one."""
 
+    best_checkpoint: Path | None = None
+    """The one with the best held-out reward, where the run keeps it."""
+
+    how_to_go_on: str | None = None
+    """What to do about the rule that has ended the run; None where none has."""
+
     notes: tuple[str, ...] = ()
     """One sentence each: what the reader must know, such as why the loss was 0."""
 
