@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.algorithms import sequence_mean_weights, token_mean_weights
+from ratoon.algorithms import constant_weights, sequence_mean_weights, token_mean_weights
 
 masks = st.lists(st.lists(st.booleans(), max_size=9), min_size=1, max_size=9)  # one list a sequence
 
@@ -92,3 +92,20 @@ def test_a_microbatch_without_scored_tokens():
 def test_a_mask_of_numbers_is_refused():
     with pytest.raises(AssertionError, match=r"must be bool, got torch\.float32"):
         token_mean_weights(torch.ones(3), num_loss_tokens=3)
+
+
+@given(masks, st.integers(1, 40))
+def test_the_constant_mean_divides_by_nothing_that_the_responses_choose(sequences: list[list[bool]], limit: int):
+    mask_M, _, _ = flatten(sequences)
+    num_sequences = len(sequences)
+    weights_M = constant_weights(mask_M, max_response_tokens=limit, num_sequences=num_sequences, dtype=torch.float64)
+    assert weights_M.tolist() == [
+        float(Fraction(1, limit * num_sequences)) if keep else 0.0 for keep in mask_M.tolist()
+    ]
+
+
+def test_the_constant_mean_of_a_step_without_responses():
+    none_M = torch.zeros(0, dtype=torch.bool)
+    assert constant_weights(none_M, max_response_tokens=5, num_sequences=0).shape == (0,)
+    with pytest.raises(AssertionError, match="max_response_tokens must be positive"):
+        constant_weights(none_M, max_response_tokens=0, num_sequences=1)
