@@ -160,16 +160,13 @@ def reference_model() -> PreTrainedModel:
     return attach(build_model(FAMILY, REFERENCE_SEED))
 
 
-def run_trainer(
-    updates: Sequence[Update], algorithm: AlgorithmConfig, data_parallel: DataParallel | None = None
-) -> tuple[Outcome, StepResult]:
-    """The step by the Trainer, in float64."""
+def make_trainer(algorithm: AlgorithmConfig, data_parallel: DataParallel | None = None) -> Trainer:
+    """Of the attached model, with its first weights."""
     model = attached_model()
     model.load_state_dict(build_model(FAMILY).state_dict())
-    optimizer = RecordingOptimizer(model)
-    trainer = Trainer(
+    return Trainer(
         model,
-        optimizer,
+        RecordingOptimizer(model),
         algorithm=algorithm,
         temperature=TEMPERATURE,
         max_grad_norm=MAX_GRAD_NORM,
@@ -177,6 +174,16 @@ def run_trainer(
         reference=frozen_reference(reference_model(), TEMPERATURE) if algorithm.needs_reference else None,
         max_response_tokens=MAX_RESPONSE_TOKENS,
     )
+
+
+def run_trainer(
+    updates: Sequence[Update], algorithm: AlgorithmConfig, data_parallel: DataParallel | None = None
+) -> tuple[Outcome, StepResult]:
+    """The step by the Trainer, in float64."""
+    model = attached_model()
+    trainer = make_trainer(algorithm, data_parallel)
+    optimizer = trainer.optimizer
+    assert isinstance(optimizer, RecordingOptimizer)
     with kept_in_float64():
         result = trainer.step(updates, learning_rate=LEARNING_RATE)
     shared = {item.name for item in fields(Outcome)} - {"gradients", "weights"}

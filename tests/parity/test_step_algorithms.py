@@ -12,12 +12,11 @@ from tests.parity.step_oracle import (
     FAMILY,
     NARROW,
     REFERENCE_SEED,
-    TEMPERATURE,
     Outcome,
     algorithm_cases,
     assert_same_outcome,
-    attached_model,
     kl_by_hand,
+    make_trainer,
     ragged_groups,
     reference_model,
     run_by_hand,
@@ -27,8 +26,7 @@ from tests.parity.step_oracle import (
 from tests.parity.test_step_invariance import num_responses, plan, with_cut
 
 from ratoon.algorithms import AlgorithmConfig
-from ratoon.distributed import single_process
-from ratoon.trainer import MasterOptimizer, Trainer, Update, frozen_reference
+from ratoon.trainer import Update
 from ratoon.types import Response, RolloutGroup
 
 torch.set_num_threads(1)
@@ -79,7 +77,6 @@ def test_a_step_agrees_with_the_papers_formulas(case: str):
     Liger#1088 (a GRPO gradient off by two orders of magnitude), verl#6957.
     """
     cuts: dict[str, Sequence[Update]] = {
-        "shared": plan(groups_of_a_step(), 2, share=True),
         "repeated, in pieces": plan(groups_of_a_step(), 2, share=False, max_rows=13),
         "shared, siblings apart": scattered(share=True),
     }
@@ -114,7 +111,10 @@ def test_kl_in_the_reward_is_that_of_each_response_by_itself(estimator: str, sha
     groups = groups_of_a_step()
     for max_rows in (13, 10_000):
         (update,) = plan(groups, 1, share=share, max_rows=max_rows)
-        trainer = trainer_with(kl_coefficient=0.1, kl_in="reward", kl_estimator=estimator)
+        algorithm = AlgorithmConfig.model_validate(
+            {"kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": estimator}
+        )
+        trainer = make_trainer(algorithm)
         with kept_in_float64():
             found = trainer.kl_to_reference(update)
         assert [kl_N.shape for kl_N in found] == [(group.group_size,) for group in update.groups]
@@ -137,20 +137,6 @@ def kl_of_every_response(estimator: str) -> list[float]:
                 kl_R = policy_R - ref_R if estimator == "k1" else kl_by_hand(policy_R, ref_R, estimator)
                 sums.append(float(kl_R.sum()))
     return sums
-
-
-def trainer_with(**algorithm: object) -> Trainer:
-    model = attached_model()
-    model.load_state_dict(build_model(FAMILY).state_dict())
-    return Trainer(
-        model,
-        MasterOptimizer(model.parameters(), learning_rate=1.0, weight_decay=0.1, betas=(0.9, 0.95)),
-        algorithm=AlgorithmConfig.model_validate(algorithm),
-        temperature=TEMPERATURE,
-        max_grad_norm=1.0,
-        data_parallel=single_process(),
-        reference=frozen_reference(reference_model(), TEMPERATURE),
-    )
 
 
 def test_the_reference_stays_as_it_was():

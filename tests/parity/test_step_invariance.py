@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 from tests.distributed.test_data_parallel import run_on_two_ranks
+from tests.parity.families import kept_in_float64
 from tests.parity.step_oracle import (
     Outcome,
+    algorithm_cases,
     assert_same_outcome,
     make_group,
+    make_trainer,
     ragged_groups,
     run_by_hand,
     run_trainer,
@@ -211,10 +214,40 @@ def steps_of_every_case(data_parallel: DataParallel) -> list[dict[str, Any]]:
     return found
 
 
+ALGORITHMS = ("dr-grpo", "gspo with k3 and icepop", "cispo with k2 and sequence-tis")
+"""Every denominator, and everything that looks at whole responses."""
+
+
+def steps_of_algorithms(data_parallel: DataParallel) -> list[dict[str, Any]]:
+    data_parallel = replace(data_parallel, bucket_bytes=1 << 16)
+    found: list[dict[str, Any]] = []
+    for case in ALGORITHMS:
+        outcome, result = run_trainer(step_updates(("uneven", True, 2)), algorithm_cases()[case], data_parallel)
+        found.append({"outcome": asdict(outcome), "result": asdict(result)})
+    return found
+
+
+def kl_of_responses(data_parallel: DataParallel) -> list[list[float]]:
+    """To the reference, where each rank scores other responses, and where one scores none."""
+    found: list[list[float]] = []
+    for kind in ("uneven", "idle"):
+        (update,) = step_updates((kind, True, 1))
+        trainer = make_trainer(AlgorithmConfig(name="rloo", kl_coefficient=0.1), data_parallel)
+        with kept_in_float64():
+            found.append(np.concatenate(trainer.kl_to_reference(update)).tolist())
+    return found
+
+
 @pytest.fixture(scope="module")
-def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+def every_check(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """[rank][check]."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    return [checks[0] for checks in run_on_two_ranks([steps_of_every_case], folder)]
+    return run_on_two_ranks([steps_of_every_case, steps_of_algorithms, kl_of_responses], folder)
+
+
+@pytest.fixture(scope="module")
+def by_rank(every_check: list[list[Any]]) -> list[list[dict[str, Any]]]:
+    return [checks[0] for checks in every_check]
 
 
 def test_two_ranks_agree_with_the_papers_formula(by_rank: list[list[dict[str, Any]]]):
@@ -244,3 +277,24 @@ def test_two_ranks_report_what_one_rank_reports(by_rank: list[list[dict[str, Any
         for name in ("entropy_mean", "ratio_mean", "kl_old_mean", "clipped_fraction", "mismatch_mean_abs"):
             assert report[name] == pytest.approx(getattr(by_hand, name), rel=1e-6, abs=1e-12), name
         assert report["mismatch_max_abs"] == pytest.approx(by_hand.mismatch_max_abs, rel=1e-6)
+
+
+def test_two_ranks_agree_on_other_algorithms(every_check: list[list[Any]]):
+    groups = ragged_groups()
+    for place, case in enumerate(ALGORITHMS):
+        by_hand = run_by_hand([groups[0::2], groups[1::2]], algorithm_cases()[case])
+        for checks in every_check:
+            found = checks[1][place]
+            assert_same_outcome(Outcome(**found["outcome"]), by_hand, case)
+            for name, value in by_hand.reported().items():
+                assert value is None or found["result"][name] == pytest.approx(value, rel=1e-6, abs=1e-9), (case, name)
+
+
+def test_every_rank_knows_the_kl_of_every_response(every_check: list[list[Any]]):
+    trainer = make_trainer(AlgorithmConfig(name="rloo", kl_coefficient=0.1))
+    with kept_in_float64():
+        alone = np.concatenate(trainer.kl_to_reference(plan(ragged_groups(), 1, share=True)[0]))
+    assert np.count_nonzero(alone) == sum(length > 0 for group in ragged_groups() for length in group.response_lengths)
+    assert every_check[0][2] == every_check[1][2]
+    for found in every_check[0][2]:
+        np.testing.assert_allclose(found, alone, rtol=1e-9)

@@ -15,6 +15,7 @@ from ratoon.types import FinishReason, Prompt, Response, RolloutGroup
 
 torch.set_num_threads(1)
 
+MAX_RESPONSE_TOKENS = 9
 lengths_of_groups = st.lists(st.lists(st.integers(0, 6), min_size=0, max_size=4), min_size=1, max_size=4)
 
 
@@ -37,7 +38,7 @@ def all_microbatches(update: Update, loss_mean: LossMean) -> list[tuple[Microbat
     """Of every rank, each with the (group, response) pairs in it."""
     return [
         (
-            build_microbatch(update, parts, loss_mean=loss_mean),
+            build_microbatch(update, parts, loss_mean=loss_mean, max_response_tokens=MAX_RESPONSE_TOKENS),
             [(group, response) for group, chosen in parts for response in chosen],
         )
         for rank in update.plan.assignment
@@ -46,7 +47,12 @@ def all_microbatches(update: Update, loss_mean: LossMean) -> list[tuple[Microbat
 
 
 @settings(deadline=None, max_examples=60)
-@given(lengths_of_groups, st.integers(10, 40), st.sampled_from([1, 2, 3]), st.sampled_from(["sequence", "token"]))
+@given(
+    lengths_of_groups,
+    st.integers(10, 40),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from(["sequence", "token", "constant"]),
+)
 def test_vectors_stand_at_their_tokens(lengths: list[list[int]], max_rows: int, num_ranks: int, loss_mean: LossMean):
     """verl#6310: a response without tokens must not shift its siblings' rewards."""
     update = make_update(lengths, max_rows, num_ranks)
@@ -60,7 +66,11 @@ def test_vectors_stand_at_their_tokens(lengths: list[list[int]], max_rows: int, 
             assert group.advantages_N is not None
             tokens = group.responses[response_index].token_ids.tolist()
             for token in tokens:
-                weight = 1 / num_tokens if loss_mean == "token" else 1 / (len(tokens) * num_responses)
+                weight = {
+                    "token": 1 / num_tokens,
+                    "sequence": 1 / (len(tokens) * num_responses),
+                    "constant": 1 / (MAX_RESPONSE_TOKENS * num_responses),
+                }[loss_mean]
                 expected.append((token, group.advantages_N[response_index], -token, weight))
         assert batch.advantages_M is not None and batch.rollout_logprobs_M is not None
         found = zip(
@@ -87,12 +97,13 @@ def test_weights_of_the_step_add_up_however_it_is_cut(lengths: list[list[int]], 
     flat = [length for group in lengths for length in group]
     sums = {
         loss_mean: sum(float(batch.loss_weights_M.sum()) for batch, _ in all_microbatches(update, loss_mean))
-        for loss_mean in ("sequence", "token")
+        for loss_mean in ("sequence", "token", "constant")
     }
     num_weighted = sum(int((batch.loss_weights_M != 0).sum()) for batch, _ in all_microbatches(update, "token"))
     assert num_weighted == update.plan.num_loss_tokens == sum(flat)
     assert sums["token"] == pytest.approx(1.0 if any(flat) else 0.0)
     # A response without tokens is one of the responses averaged over, and adds 0.
+    assert sums["constant"] == pytest.approx(sum(flat) / (MAX_RESPONSE_TOKENS * len(flat)) if flat else 0.0)
     assert sums["sequence"] == pytest.approx(np.count_nonzero(flat) / len(flat) if flat else 0.0)
 
 
@@ -106,14 +117,14 @@ def test_truncated_responses_count_above_and_below():
     assert batch.loss_weights_M.tolist() == pytest.approx([1 / 6] * 6)
 
 
-@pytest.mark.parametrize("loss_mean", ["sequence", "token"])
+@pytest.mark.parametrize("loss_mean", ["sequence", "token", "constant"])
 def test_a_microbatch_of_nothing_has_empty_vectors(loss_mean: LossMean):
-    batch = build_microbatch(make_update([[3]]), (), loss_mean=loss_mean)
+    batch = build_microbatch(make_update([[3]]), (), loss_mean=loss_mean, max_response_tokens=5)
     assert batch.layout.num_rows == batch.layout.num_scored == 0
     assert batch.loss_weights_M.shape == (0,)
 
 
-@pytest.mark.parametrize("loss_mean", ["sequence", "token"])
+@pytest.mark.parametrize("loss_mean", ["sequence", "token", "constant"])
 def test_an_update_of_nothing_but_empty_responses_has_no_denominator_of_zero(loss_mean: LossMean):
     (batch, _), *_ = all_microbatches(make_update([[0, 0], [0]]), loss_mean)
     assert batch.layout.num_scored == batch.loss_weights_M.numel() == 0
@@ -132,3 +143,9 @@ def test_what_the_groups_lack_is_absent():
     (batch, _), *_ = all_microbatches(replace(update, groups=(bare, second)), "token")
     assert batch.rollout_logprobs_M is None and batch.advantages_M is None
     assert batch.old_logprobs_M is None
+
+
+def test_the_constant_mean_needs_the_limit():
+    update = make_update([[3]])
+    with pytest.raises(AssertionError, match=r"divides by rollout\.max_response_tokens"):
+        build_microbatch(update, update.plan.assignment[0][0], loss_mean="constant")

@@ -17,7 +17,7 @@ from ratoon.algorithms import AlgorithmConfig
 from ratoon.distributed import single_process
 from ratoon.loop.stages import plan_updates
 from ratoon.models import attach, forward_logprobs
-from ratoon.planner import CostModel
+from ratoon.planner import CostModel, plan_step
 from ratoon.trainer import MasterOptimizer, StepResult, Trainer, Update
 from ratoon.trainer import trainer as trainer_module
 from ratoon.types import Prompt, Response, RolloutGroup
@@ -130,11 +130,10 @@ def test_rollout_logprobs_may_be_missing():
     assert result.mismatch_mean_abs is None and result.mismatch_max_abs is None
 
 
-def test_a_policy_that_drew_the_responses_shows_no_mismatch():
-    trainer = make_trainer(torch.float64)
-    groups = ragged_groups()
+def as_the_policy_draws(trainer: Trainer) -> list[RolloutGroup]:
+    """The ragged groups with the log-probs that the trainer itself gives them."""
     drawn = []
-    for group in groups:
+    for group in ragged_groups():
         layout = plan([group])
         batch = trainer._microbatches(layout[0], "token")[0]
         logprobs_M, _ = forward_logprobs(trainer.model, batch.layout)
@@ -143,9 +142,19 @@ def test_a_policy_that_drew_the_responses_shows_no_mismatch():
             replace(response, rollout_logprobs=part) for response, part in zip(group.responses, parts, strict=True)
         ]
         drawn.append(replace(group, responses=tuple(responses)))
+    return drawn
+
+
+def test_a_policy_that_drew_the_responses_shows_no_mismatch():
+    trainer = make_trainer(torch.float64)
+    drawn = as_the_policy_draws(trainer)
     result = trainer.step(plan(drawn), learning_rate=1e-3)
     assert result.mismatch_max_abs is not None
     assert result.mismatch_max_abs < 1e-5, "float32's rounding of what was recorded"
+
+
+def update_of(groups: Sequence[RolloutGroup]) -> Update:
+    return Update(groups=tuple(groups), plan=plan_step(groups))
 
 
 def without_tokens() -> list[RolloutGroup]:
@@ -158,11 +167,11 @@ def without_tokens() -> list[RolloutGroup]:
 def test_a_step_without_loss_tokens_changes_nothing(groups: list[RolloutGroup]):
     trainer = make_trainer()
     before = weights(trainer)
-    result = trainer.step(plan(groups), learning_rate=0.1)
+    result = trainer.step([update_of(groups)], learning_rate=0.1)
     assert (result.loss, result.grad_norm, result.num_loss_tokens, result.num_rows) == (0, 0, 0, 0)
     assert (result.entropy_mean, result.dedup_ratio, result.mismatch_mean_abs) == (0, 1, None)
     assert all(torch.equal(now, then) for now, then in zip(weights(trainer), before, strict=True))
-    assert trainer.supervised_step(plan(groups)[0], learning_rate=0.1) == 0
+    assert trainer.supervised_step(update_of(groups), learning_rate=0.1) == 0
 
 
 def test_equal_rewards_leave_no_gradient_of_the_policy():
@@ -258,3 +267,73 @@ def test_learning_rate_is_the_callers():
     assert isinstance(result, StepResult) and result.learning_rate == 1e-3
     largest = max(float((now - then).abs().max()) for now, then in zip(weights(trainer), before, strict=True))
     assert 5e-4 < largest < 3e-3, "AdamW moves about one learning rate a step"
+
+
+def test_a_correction_without_the_engines_logprobs_is_refused_before_any_work():
+    groups = list(ragged_groups())
+    silent = replace(groups[1].responses[0], rollout_logprobs=None)
+    groups[1] = replace(groups[1], responses=(silent, *groups[1].responses[1:]))
+    trainer = make_trainer(mismatch_correction="token-tis")
+    before = weights(trainer)
+    with pytest.raises(ValueError, match=r"mismatch_correction = 'token-tis' .* but 1 of 9 responses came without"):
+        trainer.step(plan(groups), learning_rate=0.1)
+    assert all(torch.equal(now, then) for now, then in zip(weights(trainer), before, strict=True))
+
+
+def test_a_response_without_tokens_needs_no_logprobs_to_be_corrected():
+    groups = [
+        replace(
+            group,
+            responses=tuple(
+                response if response.num_tokens else replace(response, rollout_logprobs=None)
+                for response in group.responses
+            ),
+        )
+        for group in ragged_groups()
+    ]
+    result = make_trainer(mismatch_correction="icepop").step(plan(groups), learning_rate=1e-3)
+    assert result.corrected_fraction is not None and 0 < result.corrected_fraction <= 1
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"name": "dr-grpo"},
+        {"name": "gspo"},
+        {"name": "cispo"},
+        {"mismatch_correction": "sequence-tis"},
+        {"mismatch_correction": "icepop"},
+    ],
+)
+@pytest.mark.parametrize("groups", [[], without_tokens()], ids=["no groups", "empty responses"])
+def test_every_algorithm_survives_a_step_of_nothing(algorithm: dict[str, Any], groups: list[RolloutGroup]):
+    trainer = make_trainer(**algorithm)
+    trainer.max_response_tokens = 8
+    before = weights(trainer)
+    result = trainer.step([update_of(groups)], learning_rate=0.1)
+    assert (result.loss, result.grad_norm, result.corrected_fraction, result.kl_ref_mean) == (0, 0, None, None)
+    assert (result.mismatch_ratio_mean, result.mismatch_ratio_max, result.mismatch_kl_mean) == (None, None, None)
+    assert all(torch.equal(now, then) for now, then in zip(weights(trainer), before, strict=True))
+
+
+def test_drift_is_reported_as_it_is_however_hard_it_is_corrected():
+    """TRL#5231: the real drift must not hide behind the truncation."""
+    updates = plan(ragged_groups())
+    free = make_trainer().step(updates, learning_rate=1e-3)
+    corrected = make_trainer(mismatch_correction="masked-is", mismatch_max_ratio=1.0).step(updates, learning_rate=1e-3)
+    for name in ("mean_abs", "max_abs", "ratio_mean", "ratio_max", "kl_mean"):
+        assert getattr(corrected, f"mismatch_{name}") == getattr(free, f"mismatch_{name}"), name
+    assert free.corrected_fraction is None and free.correction_mean is None
+    assert corrected.corrected_fraction is not None and corrected.corrected_fraction > 0
+    assert corrected.correction_mean is not None and corrected.correction_mean < 1
+
+
+def test_an_engine_that_agrees_is_not_corrected():
+    """With exact log-probs every factor is 1, up to the float32 that they were recorded in."""
+    trainer = make_trainer(torch.float64, mismatch_correction="sequence-masked-is")
+    free = make_trainer(torch.float64)
+    drawn = as_the_policy_draws(trainer)
+    result = trainer.step(plan(drawn), learning_rate=1e-3)
+    assert result.corrected_fraction == 0
+    assert result.correction_mean == pytest.approx(1.0, abs=1e-5)
+    assert result.loss == pytest.approx(free.step(plan(drawn), learning_rate=1e-3).loss, rel=1e-5)
