@@ -215,23 +215,6 @@ def test_a_nearly_equal_group_is_not_blown_up_by_the_baseline_variant():
     assert np.abs(grpo_advantages([0.0, 1e-6])).max() > 0.5
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce++", "reinforce++-baseline"])
-def test_kl_in_the_reward_is_subtracted_before_comparing(name: str):
-    config = AlgorithmConfig.model_validate({"name": name, "kl_coefficient": 0.5, "kl_in": "reward"})
-    rewards, kl = [[1.0, 0.0, 2.0], [3.0]], [[0.2, 0.4, -0.1], [1.0]]
-    found = step_advantages(rewards, config, kl_by_group=kl)
-    wanted = step_advantages([[0.9, -0.2, 2.05], [2.5]], AlgorithmConfig.model_validate({"name": name}))
-    for ours, theirs in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-12)
-
-
-def test_kl_is_wanted_exactly_where_it_is_in_the_reward():
-    with pytest.raises(AssertionError, match=r"kl_by_group is missing, but algorithm\.kl_in is 'reward'"):
-        step_advantages([[1.0, 0.0]], AlgorithmConfig(name="rloo", kl_coefficient=0.1))
-    with pytest.raises(AssertionError, match=r"kl_by_group is given, but algorithm\.kl_in is 'loss'"):
-        step_advantages([[1.0, 0.0]], AlgorithmConfig(kl_coefficient=0.1), kl_by_group=[[0.0, 0.0]])
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_reward_that_is_not_finite_is_refused_in_every_algorithm(name: str):
     with pytest.raises(ValueError, match="1 of 2 rewards are not finite"):

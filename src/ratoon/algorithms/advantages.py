@@ -13,29 +13,15 @@ from ratoon.algorithms.config import AlgorithmConfig
 _EQUAL_TO_ROUNDING = 1e-12
 
 
-def step_advantages(
-    rewards_by_group: Sequence[ArrayLike],
-    config: AlgorithmConfig,
-    *,
-    kl_by_group: Sequence[ArrayLike] | None = None,
-) -> tuple[NDArray[np.float64], ...]:
+def step_advantages(rewards_by_group: Sequence[ArrayLike], config: AlgorithmConfig) -> tuple[NDArray[np.float64], ...]:
     """The advantage of every response of a step, from all of its groups: [N] for each, in their order.
 
-    rewards_by_group: [N] finite rewards of each group; groups may differ in size, and be empty.
-    kl_by_group: [N] nats from the reference of each group, as `Trainer.kl_to_reference` gives them: where
-        `config.kl_in` is "reward", and only there. `kl_coefficient` times it is subtracted from the rewards.
+    rewards_by_group: [N] finite rewards of each group; groups may differ in size, and be empty. Where `config.kl_in` is
+        "reward", `kl_coefficient` times the divergences of `Trainer.kl_to_reference` is subtracted from them before.
 
     Raises ValueError where a reward is NaN or infinite.
     """
-    assert (kl_by_group is not None) == (config.kl_in == "reward"), (
-        f"kl_by_group is {'given' if kl_by_group is not None else 'missing'}, but algorithm.kl_in is {config.kl_in!r}"
-    )
     groups = [_checked(rewards_N) for rewards_N in rewards_by_group]
-    if kl_by_group is not None:
-        groups = [
-            rewards_N - config.kl_coefficient * _checked(kl_N, "KL divergences")
-            for rewards_N, kl_N in zip(groups, kl_by_group, strict=True)
-        ]
     match config.advantage:
         case "group":
             return tuple(grpo_advantages(rewards_N, normalize_by_std=config.normalize_by_std) for rewards_N in groups)
@@ -102,18 +88,18 @@ def _over_the_step(groups: Sequence[NDArray[np.float64]]) -> tuple[NDArray[np.fl
     return tuple(np.split(normalized, ends[:-1])) if groups else ()
 
 
-def _checked(values_N: ArrayLike, what: str = "rewards") -> NDArray[np.float64]:
-    values = np.asarray(values_N, np.float64)
-    if values.ndim != 1:
-        raise ValueError(f"{what} of one group must be 1-D, one for each response, got shape {values.shape}")
-    is_bad_N = ~np.isfinite(values)
+def _checked(rewards_N: ArrayLike) -> NDArray[np.float64]:
+    rewards = np.asarray(rewards_N, np.float64)
+    if rewards.ndim != 1:
+        raise ValueError(f"rewards of one group must be 1-D, one for each response, got shape {rewards.shape}")
+    is_bad_N = ~np.isfinite(rewards)
     if is_bad_N.any():
         first = int(is_bad_N.argmax())
         raise ValueError(
-            f"{int(is_bad_N.sum())} of {values.size} {what} are not finite (response {first} got {values[first]}); "
+            f"{int(is_bad_N.sum())} of {rewards.size} rewards are not finite (response {first} got {rewards[first]}); "
             "make the reward function return finite numbers"
         )
-    return values
+    return rewards
 
 
 def _centred(values: NDArray[np.float64], *, divide_by_std: bool) -> NDArray[np.float64]:
