@@ -284,6 +284,12 @@ def test_peft_is_not_installed(monkeypatch: pytest.MonkeyPatch):
         add_adapters(build_model("llama"), LORA, seed=0)
 
 
+def test_peft_is_too_old_for_transformers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ratoon.models.adapters.version", lambda name: "0.9.0")
+    with pytest.raises(UserError, match=r"model.lora needs peft \d.* or newer, and 0.9.0 is installed: pip install -U"):
+        add_adapters(build_model("llama"), LORA, seed=0)
+
+
 def test_attach_after_adapters(layout: PackedLayout):
     """Another attention implementation in the midst of training: the check then includes the adapters."""
     model = adapted("qwen3")

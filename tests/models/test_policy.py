@@ -135,6 +135,7 @@ def test_a_base_that_moved_is_gone_or_is_another(folder: Path, tmp_path: Path):
     move(model)
     save_model(model, None, tmp_path / "checkpoint")
     folder.rename(tmp_path / "elsewhere")
+    save_model(model, None, tmp_path / "later")  # a run goes on without it
     with pytest.raises(UserError, match=r"model folder '.*base' does not exist"):
         load_merged(tmp_path / "checkpoint")
     load_merged(tmp_path / "checkpoint", base_path=str(tmp_path / "elsewhere"))

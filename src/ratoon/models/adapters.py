@@ -6,15 +6,18 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.pytorch_utils import Conv1D
 
 from ratoon.models.config import LoraConfig
@@ -34,9 +37,14 @@ _PREFIX = "base_model.model."
 
 
 def check_peft() -> None:
-    """Raises UserError where peft is not installed."""
+    """Raises UserError where peft is not installed, or is older than transformers takes."""
     if find_spec("peft") is None:
         raise UserError("model.lora needs the peft package: pip install 'ratoon[lora]'")
+    if Version(version("peft")) < Version(MIN_PEFT_VERSION):
+        raise UserError(
+            f"model.lora needs peft {MIN_PEFT_VERSION} or newer, and {version('peft')} is installed: "
+            "pip install -U 'ratoon[lora]'"
+        )
 
 
 def has_adapters(model: nn.Module) -> bool:

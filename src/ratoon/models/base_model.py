@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from ratoon.models.config import Dtype, ModelConfig
-from ratoon.models.model_files import PACKAGE_PREFIX, read_json, resolve_model_path
+from ratoon.models.model_files import read_json, resolve_model_path
 from ratoon.types import UserError
 
 BASE_FILE = "base_model.json"
@@ -25,7 +25,7 @@ class FrozenBase:
     """Where the weights beneath an adapter come from."""
 
     path: str | None
-    """An absolute folder, or `package:NAME`; None for a fresh model."""
+    """The absolute folder; None for a fresh model."""
 
     gguf_file: str | None
 
@@ -42,9 +42,9 @@ class FrozenBase:
 
     @classmethod
     def of(cls, config: ModelConfig, *, seed: int, fingerprint: str) -> "FrozenBase":
-        path = config.path
-        if path is not None and not path.startswith(PACKAGE_PREFIX):
-            path = str(resolve_model_path(path, gguf_file=config.gguf_file).resolve())
+        path = None
+        if config.path is not None:
+            path = str(resolve_model_path(config.path, gguf_file=config.gguf_file).resolve())
         return cls(
             path=path,
             gguf_file=config.gguf_file,
@@ -68,14 +68,6 @@ class FrozenBase:
 
     def write(self, folder: Path) -> None:
         (folder / BASE_FILE).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-
-    def folder(self, path: str | None = None) -> Path | None:
-        """The folder of the weights, or `path` if they lie there now; None for a fresh model.
-
-        Raises UserError where it is gone.
-        """
-        wanted = path or self.path
-        return None if wanted is None else resolve_model_path(wanted, gguf_file=self.gguf_file)
 
     def check(self, model: nn.Module, where: str) -> None:
         """Raises UserError if `model`, which has no adapters yet, holds other weights than this one did.

@@ -50,8 +50,7 @@ def build_policy(
 def save_policy_adapters(model: PreTrainedModel, folder: Path) -> None:
     """Writes a policy's adapters and what their base is; `PeftModel.from_pretrained(base, folder)` reads the first."""
     base = base_of(model)
-    base_folder = None if base is None else base.folder()
-    save_adapters(model, folder, base_path=None if base_folder is None else str(base_folder))
+    save_adapters(model, folder, base_path=None if base is None else base.path)
     if base is not None:
         base.write(folder)
 
@@ -59,7 +58,7 @@ def save_policy_adapters(model: PreTrainedModel, folder: Path) -> None:
 def load_merged(folder: Path, *, base_path: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
     """An ordinary model on the CPU with the adapters of a checkpoint merged into its base.
 
-    base_path: where the base's folder is now, if it moved.
+    base_path: where the base is now, as a recipe's `model.path`, if it moved.
     trust_remote_code: run Python code from the base's folder; what the checkpoint's run was allowed does not count.
 
     Raises UserError where the base is gone or another.
