@@ -188,13 +188,14 @@ def test_the_trainer_learns_from_the_distribution_that_was_drawn_from(num_update
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "largest", "mean"), [(torch.float32, 1e-5, 1e-6), (torch.bfloat16, 0.05, 0.005)])
-def test_quickstart_model_on_cuda(dtype: torch.dtype, largest: float, mean: float):
+@pytest.mark.parametrize("truncation", [{}, {"top_p": 0.9}])
+def test_quickstart_model_on_cuda(dtype: torch.dtype, largest: float, mean: float, truncation: dict[str, Any]):
     """The optimizer and the engine meet on one stream: no forward pass reads weights that are half written."""
     model, tokenizer = build_fresh(FreshModelConfig(), seed=0)
     model.to(device=torch.device("cuda"), dtype=dtype)  # pyright: ignore[reportCallIssue]
     attach(model)
     prompts = random_prompts([7, 16, 17, 40, 71, 300], len(tokenizer))
-    for gap_M in gaps_over_updates(model, tokenizer, prompts, 16, 100, learning_rate=1e-3):
+    for gap_M in gaps_over_updates(model, tokenizer, prompts, 16, 100, learning_rate=1e-3, truncation=truncation):
         print(f"{dtype}, {gap_M.size} tokens: max {gap_M.max():.2e}, mean {gap_M.mean():.2e}")
         assert gap_M.max() < largest
         assert gap_M.mean() < mean

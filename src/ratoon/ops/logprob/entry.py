@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ratoon.ops.logprob.checks import check_tensors, checked_transform
 from ratoon.ops.logprob.gradients import RowGrads, Wanted, input_grads
+from ratoon.ops.logprob.kept_sets import KeptTiles
 from ratoon.ops.logprob.projection import Projection
 from ratoon.ops.logprob.scoring import SoftmaxStats, score
 from ratoon.ops.logprob.transform import LogitTransform
@@ -54,11 +55,14 @@ def linear_logprob(
     """
     check_tensors("linear_logprob", hidden_MC, weight_VC, target_M, bias)
     transform = checked_transform("linear_logprob", temperature, logit_scale, logit_softcap)
-    return _LinearLogprob.apply(hidden_MC, weight_VC, bias, target_M, transform)
+    return LinearLogprob.apply(hidden_MC, weight_VC, bias, target_M, transform, None)
 
 
-class _LinearLogprob(torch.autograd.Function):
-    """Keeps its inputs and three numbers a row between forward and backward."""
+class LinearLogprob(torch.autograd.Function):
+    """Keeps its inputs and three numbers a row between forward and backward.
+
+    kept: the tokens that each row's distribution is over; None: all.
+    """
 
     @staticmethod
     def forward(
@@ -68,13 +72,14 @@ class _LinearLogprob(torch.autograd.Function):
         bias_V: Tensor | None,
         target_M: Tensor,
         transform: LogitTransform,
+        kept: KeptTiles | None,
     ) -> tuple[Tensor, Tensor]:
-        scores = score(Projection.build(hidden_MC, weight_VC, bias_V, target_M, transform))
+        scores = score(Projection.build(hidden_MC, weight_VC, bias_V, target_M, transform, kept))
         softmax = scores.softmax
         # Neither result is kept, so both may be changed in place.
-        kept_M = (softmax.max_M, softmax.exp_sum_M, softmax.mean_bits_M)
-        ctx.save_for_backward(hidden_MC, weight_VC, bias_V, target_M, *kept_M)
-        ctx.transform = transform
+        saved_M = (softmax.max_M, softmax.exp_sum_M, softmax.mean_bits_M)
+        ctx.save_for_backward(hidden_MC, weight_VC, bias_V, target_M, *saved_M)
+        ctx.transform, ctx.kept = transform, kept
         # An output that the loss does not use has the gradient None, and its terms are skipped.
         ctx.set_materialize_grads(False)
         return scores.logprobs_M, scores.entropy_M
@@ -88,14 +93,14 @@ class _LinearLogprob(torch.autograd.Function):
             )
         grad_logprobs_M, grad_entropy_M = grad_outputs
         if grad_logprobs_M is None and grad_entropy_M is None:
-            return None, None, None, None, None
-        hidden_MC, weight_VC, bias_V, target_M, *kept_M = ctx.saved_tensors
+            return (None,) * 6
+        hidden_MC, weight_VC, bias_V, target_M, *saved_M = ctx.saved_tensors
         grads = input_grads(
-            Projection.build(hidden_MC, weight_VC, bias_V, target_M, ctx.transform),
-            RowGrads.build(SoftmaxStats(*kept_M), grad_logprobs_M, grad_entropy_M),
+            Projection.build(hidden_MC, weight_VC, bias_V, target_M, ctx.transform, ctx.kept),
+            RowGrads.build(SoftmaxStats(*saved_M), grad_logprobs_M, grad_entropy_M),
             Wanted(*ctx.needs_input_grad[:3]),
         )
         dtype = hidden_MC.dtype
         grad_hidden_MC = None if grads.hidden_MC is None else grads.hidden_MC.to(dtype)
         grad_bias_V = None if grads.bias_V is None else grads.bias_V.to(dtype)
-        return grad_hidden_MC, grads.weight_VC, grad_bias_V, None, None
+        return grad_hidden_MC, grads.weight_VC, grad_bias_V, None, None, None

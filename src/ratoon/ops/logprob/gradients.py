@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ratoon.ops.logprob.projection import Projection, Range, add_product_, bits_below_max, tile_of
+from ratoon.ops.logprob.projection import Projection, add_product_, bits_below_max, tile_of
 from ratoon.ops.logprob.scoring import SoftmaxStats
+from ratoon.ops.logprob.tiling import Range
 from ratoon.ops.logprob.transform import LN_2
 
 
@@ -85,6 +86,8 @@ class _LogitGrads:
             # One entry a row: nothing depends on the order of additions.
             grad_mv.scatter_add_(1, column_m1, torch.where(inside_m, at_target_m, 0).unsqueeze(1))
         if transform.softcap is not None:
+            if self._projection.kept is not None:
+                projected_mv.clamp_(min=-1.0)  # tanh lies above; what is left out would make 0 * inf
             grad_mv.addcmul_(grad_mv, projected_mv.square_(), value=-1.0)
         return grad_mv
 

@@ -2,15 +2,14 @@
 
 # Shape letters: M scored tokens, C channels, V vocabulary, J kept pairs, S segments of pairs; j, s: of one piece.
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from ratoon.ops.logprob.kept_sets import KeptSets, Segments
 from ratoon.ops.logprob.projection import accumulate_dtype_of
 from ratoon.ops.logprob.transform import LogitTransform
 
@@ -23,82 +22,14 @@ CPU it stays in the outer caches; on a GPU it pays for its kernel launches."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Consecutive pairs, and the segments that they belong to."""
-
-    pairs: slice
-    segments: slice
-
-    offsets: NDArray[np.int32]
-    """[s + 1]. Where each segment's pairs begin and end, counted from the piece's first."""
-
-    is_cut: bool
-    """The last segment goes on in the next piece."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segments:
-    """Runs of consecutive pairs, none empty, that are added up together."""
-
-    offsets: NDArray[np.int64]
-    """[S + 1], on the host: loops over pieces then wait for no device."""
-
-    @property
-    def num_pairs(self) -> int:
-        return int(self.offsets[-1])
-
-    def lengths(self, device: torch.device) -> Tensor:
-        """[S] int64."""
-        return torch.from_numpy(np.diff(self.offsets)).to(device)
-
-    def pieces(self, most_pairs: int) -> Iterator[Piece]:
-        """Every pair once, in order; a segment may lie in several."""
-        for start in range(0, self.num_pairs, most_pairs):
-            end = min(start + most_pairs, self.num_pairs)
-            first = int(np.searchsorted(self.offsets, start, side="right")) - 1
-            last = int(np.searchsorted(self.offsets, end, side="left"))
-            inside = np.clip(self.offsets[first : last + 1], start, end) - start
-            yield Piece(slice(start, end), slice(first, last), inside.astype(np.int32), end < self.offsets[last])
-
-    def sums(self, values_J: Tensor) -> Tensor:
-        """[S], each segment's values added up in order."""
-        return torch.segment_reduce(values_J, "sum", lengths=self.lengths(values_J.device), unsafe=True)
-
-    def maxima(self, values_J: Tensor) -> Tensor:
-        """[S]; NaN where a segment holds one."""
-        return torch.segment_reduce(values_J, "max", lengths=self.lengths(values_J.device), unsafe=True)
-
-
-@dataclass(frozen=True, slots=True)
 class KeptPairs:
-    """One call's inputs, and its pairs in the order of the scored tokens."""
+    """One call's inputs, and the pairs whose logits it evaluates."""
 
     hidden_MC: Tensor
     weight_VC: Tensor
     bias_V: Tensor | None
+    sets: KeptSets
     transform: LogitTransform
-    rows: Segments
-    """Each scored token's pairs."""
-
-    row_J: Tensor
-    """[J] int32."""
-
-    token_J: Tensor
-    """[J] int32, on hidden's device."""
-
-    @classmethod
-    def build(
-        cls,
-        hidden_MC: Tensor,
-        weight_VC: Tensor,
-        bias_V: Tensor | None,
-        token_J: Tensor,
-        rows: Segments,
-        transform: LogitTransform,
-    ) -> "KeptPairs":
-        row_M = torch.arange(hidden_MC.shape[0], dtype=torch.int32, device=hidden_MC.device)
-        row_J = torch.repeat_interleave(row_M, rows.lengths(hidden_MC.device), output_size=rows.num_pairs)
-        return cls(hidden_MC, weight_VC, bias_V, transform, rows, row_J, token_J)
 
     @property
     def piece_pairs(self) -> int:
@@ -110,14 +41,14 @@ class KeptPairs:
     def project(self) -> Tensor:
         """[J] fp64: y of `LogitTransform`, from products summed in the accumulation dtype."""
         accumulate_dtype = accumulate_dtype_of(self.hidden_MC.dtype)
-        y_J = torch.empty(self.rows.num_pairs, dtype=torch.float64, device=self.hidden_MC.device)
-        for start in range(0, self.rows.num_pairs, self.piece_pairs):
+        y_J = torch.empty(self.sets.rows.num_pairs, dtype=torch.float64, device=self.hidden_MC.device)
+        for start in range(0, self.sets.rows.num_pairs, self.piece_pairs):
             piece = slice(start, start + self.piece_pairs)
-            product_jC = self.weight_VC.index_select(0, self.token_J[piece]).to(accumulate_dtype)
-            product_jC.mul_(self.hidden_MC.index_select(0, self.row_J[piece]))
-            torch.sum(product_jC, dim=1, dtype=torch.float64, out=y_J[piece])
+            product_jC = self.weight_VC.index_select(0, self.sets.token_J[piece]).to(accumulate_dtype)
+            product_jC.mul_(self.hidden_MC.index_select(0, self.sets.row_J[piece]))
+            y_J[piece] = product_jC.sum(dim=1)
         if self.bias_V is not None:
-            y_J += self.bias_V.index_select(0, self.token_J)
+            y_J += self.bias_V.index_select(0, self.sets.token_J)
         y_J *= self.transform.gain_in
         return y_J if self.transform.softcap is None else y_J.tanh_()
 
@@ -125,7 +56,7 @@ class KeptPairs:
         """[M, C] in hidden's dtype; grad_J: gradient of (hidden @ weight.T + bias) at the pairs."""
         grad_MC = torch.empty_like(self.hidden_MC, memory_format=torch.contiguous_format)
         place_M = torch.arange(grad_MC.shape[0], device=grad_MC.device)
-        _write_sums(grad_MC, place_M, self.rows, grad_J, self.weight_VC, self.token_J, self.piece_pairs)
+        _write_sums(grad_MC, place_M, self.sets.rows, grad_J, self.weight_VC, self.sets.token_J, self.piece_pairs)
         return grad_MC
 
     def vocabulary_grads(self, grad_J: Tensor, *, weight: bool, bias: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -133,15 +64,15 @@ class KeptPairs:
 
         A token's pairs are added up in the order of the scored tokens: no atomics, the same bits in every run.
         """
-        order_J = torch.argsort(self.token_J, stable=True)
-        token_S, length_S = torch.unique_consecutive(self.token_J.index_select(0, order_J), return_counts=True)
+        order_J = torch.argsort(self.sets.token_J, stable=True)
+        token_S, length_S = torch.unique_consecutive(self.sets.token_J.index_select(0, order_J), return_counts=True)
         token_S = token_S.to(torch.int64)
         tokens = Segments(np.concatenate([np.zeros(1, np.int64), np.cumsum(length_S.cpu().numpy(), dtype=np.int64)]))
         grad_J = grad_J.index_select(0, order_J)
         grad_VC = grad_V = None
         if weight:
             grad_VC = torch.zeros_like(self.weight_VC, memory_format=torch.contiguous_format)
-            row_J = self.row_J.index_select(0, order_J)
+            row_J = self.sets.row_J.index_select(0, order_J)
             _write_sums(grad_VC, token_S, tokens, grad_J, self.hidden_MC, row_J, self.piece_pairs)
         if bias:
             grad_V = self.weight_VC.new_zeros(self.weight_VC.shape[0])

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ratoon.ops.logprob.tiling import Tiling
+from ratoon.ops.logprob.kept_sets import KeptTiles
+from ratoon.ops.logprob.tiling import Range, Tiling
 from ratoon.ops.logprob.transform import LogitTransform
-
-Range = tuple[int, int]
-"""Half-open [start, end)."""
 
 
 def accumulate_dtype_of(dtype: torch.dtype) -> torch.dtype:
@@ -55,9 +53,18 @@ class Projection:
     accumulate_dtype: torch.dtype
     """Of logits, sums and gradients while they are being added up."""
 
+    kept: KeptTiles | None
+    """The tokens that each row's distribution is over; None: all."""
+
     @classmethod
     def build(
-        cls, hidden_MC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, target_M: Tensor, transform: LogitTransform
+        cls,
+        hidden_MC: Tensor,
+        weight_VC: Tensor,
+        bias_V: Tensor | None,
+        target_M: Tensor,
+        transform: LogitTransform,
+        kept: KeptTiles | None,
     ) -> "Projection":
         """Nothing here is larger than hidden."""
         accumulate_dtype = accumulate_dtype_of(hidden_MC.dtype)
@@ -71,6 +78,7 @@ class Projection:
             transform=transform,
             tiling=Tiling.choose(hidden_MC, weight_VC, accumulate_dtype),
             accumulate_dtype=accumulate_dtype,
+            kept=kept,
         )
 
     def new_accumulator(self, *shape: int) -> Tensor:
@@ -82,14 +90,16 @@ class Projection:
         return self.weight_VC[slice(*columns)].to(self.hidden_MC.dtype)
 
     def project(self, rows: Range, columns: Range, weight_vC: Tensor, out_mv: Tensor) -> Tensor:
-        """y of `LogitTransform`, written to out_mv and returned."""
+        """y of `LogitTransform`, written to out_mv and returned; -inf where a token is left out."""
         beta = 0
         if self.bias_V is not None:
             beta = 1
             out_mv.copy_(self.bias_V[slice(*columns)].expand_as(out_mv))
         hidden_mC = self.hidden_MC[slice(*rows)]
         add_product_(out_mv, hidden_mC, weight_vC.t(), beta=beta, alpha=self.transform.gain_in)
-        return out_mv if self.transform.softcap is None else out_mv.tanh_()
+        if self.transform.softcap is not None:
+            out_mv.tanh_()
+        return out_mv if self.kept is None else out_mv.masked_fill_(self.kept.left_out(rows, columns), -torch.inf)
 
     def locate_targets(self, rows: Range, columns: Range) -> tuple[Tensor, Tensor]:
         """Whether each row's target is in this tile [m], and its column there, or a valid one at least [m, 1]."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ratoon.ops.logprob.projection import Projection, Range, bits_below_max, tile_of
+from ratoon.ops.logprob.projection import Projection, bits_below_max, tile_of
+from ratoon.ops.logprob.tiling import Range
 from ratoon.ops.logprob.transform import LN_2, LogitTransform
 
 _BELOW_ANY_LOGIT = -1e30

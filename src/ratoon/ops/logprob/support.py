@@ -9,10 +9,17 @@ import torch
 from torch import Tensor
 
 from ratoon.ops.logprob.checks import check_tensors, checked_transform
-from ratoon.ops.logprob.kept_pairs import KeptPairs, Segments
+from ratoon.ops.logprob.entry import LinearLogprob
+from ratoon.ops.logprob.kept_pairs import KeptPairs
+from ratoon.ops.logprob.kept_sets import KeptSets, KeptTiles
 from ratoon.ops.logprob.projection import accumulate_dtype_of
 from ratoon.ops.logprob.transform import LogitTransform
 from ratoon.types import SampledSupport
+
+CPU_WIDE_SHARE = 1 / 100
+CUDA_WIDE_SHARE = 1 / 500
+"""Kept logits among all of them, above which dense tiles are faster. On an AMD EPYC core a pair costs 4 us in forward
+and backward at C = 576, a logit of a dense tile 0.05 us."""
 
 _LEAST_LOG_PROBABILITY = -700.0
 """Nats below the row's largest: what is less likely counts as this, which is nothing, and a masked token's -inf makes
@@ -33,7 +40,7 @@ def support_logprob(
     """`linear_logprob` where each row's distribution is over the kept tokens of `support` alone.
 
     logprobs = z[target] - logsumexp(z[kept]) and entropy that of softmax(z[kept]), for the logits z that
-    `linear_logprob` documents. Only kept tokens' logits are computed. The kept sets are constants: weights move and
+    `linear_logprob` documents. The kept sets are constants: weights move and
     sets stay, so that a ratio of two such probabilities compares distributions over the same tokens (DeepSeek-V3.2,
     arXiv:2512.02556, "Keep Sampling Mask").
 
@@ -41,17 +48,25 @@ def support_logprob(
     support: of M tokens, on the host. Each target must be in its set, or else ValueError on the CPU and, since nothing
     waits for the device there, NaN on CUDA.
 
-    Products are summed in fp32 (fp64 for fp64 input), the sums over kept tokens in fp64. Gradients are bitwise
-    reproducible; backward computes the logits again: forward keeps three numbers a row and the sets. Time and memory
-    are proportional to the number of pairs J: besides the gradients, at most 64 bytes a pair and three [j, C] pieces of
-    `kept_pairs.CPU_PIECE_BYTES` (`CUDA_PIECE_BYTES`). A pair costs some ten times its share of a dense product, so
-    where most of the vocabulary is kept `linear_logprob` over all of it is faster; they agree to rounding there.
+    Where few tokens are kept, only their logits are computed, one product for each of the J pairs: time is proportional
+    to J, and memory is, besides the gradients, at most 64 bytes a pair and three [j, C] pieces of
+    `kept_pairs.CPU_PIECE_BYTES` (`CUDA_PIECE_BYTES`). Where more than `CPU_WIDE_SHARE` (`CUDA_WIDE_SHARE`) of all
+    M * V logits are kept, dense tiles of logits cost less than their share of single products: then it is
+    `linear_logprob` with the others masked, in its tiles, with 32 bytes a pair and 32 a logit of a tile. Neither way holds [M, V] or
+    [J, C], gradients are bitwise reproducible in both, and backward computes the logits again.
     """
     check_tensors("support_logprob", hidden_MC, weight_VC, target_M, bias)
     transform = checked_transform("support_logprob", temperature, logit_scale, logit_softcap)
     _check_support(hidden_MC, weight_VC, target_M, support)
-    token_J = torch.tensor(support.token_ids, device=hidden_MC.device)
-    return _SupportLogprob.apply(hidden_MC, weight_VC, bias, target_M, token_J, Segments(support.offsets), transform)
+    sets = KeptSets.build(support, hidden_MC.device)
+    share = CUDA_WIDE_SHARE if hidden_MC.device.type == "cuda" else CPU_WIDE_SHARE
+    if sets.rows.num_pairs > share * target_M.numel() * weight_VC.shape[0]:
+        tiles = KeptTiles.build(sets, support, weight_VC.shape[0])
+        logprobs_M, entropy_M = LinearLogprob.apply(hidden_MC, weight_VC, bias, target_M, transform, tiles)
+        if target_M.device.type == "cpu":
+            return logprobs_M, entropy_M  # its targets have been checked
+        return torch.where(_has_target(sets, target_M), logprobs_M, torch.nan), entropy_M
+    return _SupportLogprob.apply(hidden_MC, weight_VC, bias, target_M, sets, transform)
 
 
 def _check_support(hidden_MC: Tensor, weight_VC: Tensor, target_M: Tensor, support: SampledSupport) -> None:
@@ -91,16 +106,13 @@ class _SupportLogprob(torch.autograd.Function):
         weight_VC: Tensor,
         bias_V: Tensor | None,
         target_M: Tensor,
-        token_J: Tensor,
-        rows: Segments,
+        sets: KeptSets,
         transform: LogitTransform,
     ) -> tuple[Tensor, Tensor]:
-        pairs = KeptPairs.build(hidden_MC, weight_VC, bias_V, token_J, rows, transform)
-        logprobs_M, softmax = _score(pairs, target_M)
-        ctx.save_for_backward(
-            hidden_MC, weight_VC, bias_V, target_M, token_J, softmax.max_M, softmax.log_sum_M, softmax.entropy_M
-        )
-        ctx.rows, ctx.transform = rows, transform
+        logprobs_M, softmax = _score(KeptPairs(hidden_MC, weight_VC, bias_V, sets, transform), target_M)
+        saved_M = (softmax.max_M, softmax.log_sum_M, softmax.entropy_M)
+        ctx.save_for_backward(hidden_MC, weight_VC, bias_V, target_M, *saved_M)
+        ctx.sets, ctx.transform = sets, transform
         # An output that the loss does not use has the gradient None, and its terms are skipped.
         ctx.set_materialize_grads(False)
         dtype = accumulate_dtype_of(hidden_MC.dtype)
@@ -115,35 +127,33 @@ class _SupportLogprob(torch.autograd.Function):
                 "compute log_softmax of full logits where a second derivative is needed"
             )
         if all(grad is None for grad in grad_outputs):
-            return (None,) * 7
-        hidden_MC, weight_VC, bias_V, target_M, token_J, *kept_M = ctx.saved_tensors
-        pairs = KeptPairs.build(hidden_MC, weight_VC, bias_V, token_J, ctx.rows, ctx.transform)
-        grad_J = _logit_grads(pairs, target_M, _Softmax(*kept_M), *grad_outputs)
+            return (None,) * 6
+        hidden_MC, weight_VC, bias_V, target_M, *saved_M = ctx.saved_tensors
+        pairs = KeptPairs(hidden_MC, weight_VC, bias_V, ctx.sets, ctx.transform)
+        grad_J = _logit_grads(pairs, target_M, _Softmax(*saved_M), *grad_outputs)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden_MC = pairs.hidden_grad(grad_J) if needs_hidden else None
         grad_weight_VC = grad_bias_V = None
         if needs_weight or needs_bias:
             grad_weight_VC, grad_bias_V = pairs.vocabulary_grads(grad_J, weight=needs_weight, bias=needs_bias)
-        return grad_hidden_MC, grad_weight_VC, grad_bias_V, None, None, None, None
+        return grad_hidden_MC, grad_weight_VC, grad_bias_V, None, None, None
 
 
 def _score(pairs: KeptPairs, target_M: Tensor) -> tuple[Tensor, _Softmax]:
     """Log-probs [M] fp64, and the softmax. NaN where a target is not among its kept tokens."""
-    rows = pairs.rows
+    rows = pairs.sets.rows
     logit_J = pairs.project().mul_(pairs.transform.gain_out)
-    is_target_J = _is_target(pairs, target_M)
-    # Exactly one pair of a row is its target, or none.
-    logit_at_target_M = rows.sums(torch.where(is_target_J, logit_J, 0.0))
-    has_target_M = rows.sums(is_target_J.double()) == 1
+    # One pair of a row is its target, or none.
+    logit_at_target_M = rows.sums(torch.where(pairs.sets.are_targets(target_M), logit_J, 0.0))
     max_M = rows.maxima(logit_J)
-    below_J = logit_J.sub_(max_M.index_select(0, pairs.row_J)).clamp_(min=_LEAST_LOG_PROBABILITY)
+    below_J = logit_J.sub_(max_M.index_select(0, pairs.sets.row_J)).clamp_(min=_LEAST_LOG_PROBABILITY)
     exp_J = below_J.exp()
     sum_M = rows.sums(exp_J)
     log_sum_M = sum_M.log()
     entropy_M = log_sum_M - rows.sums(exp_J.mul_(below_J)) / sum_M
     # Rounding may not turn a probability into more than 1.
     logprobs_M = (logit_at_target_M - max_M - log_sum_M).clamp_(max=0)
-    logprobs_M = torch.where(has_target_M, logprobs_M, torch.nan)
+    logprobs_M = torch.where(_has_target(pairs.sets, target_M), logprobs_M, torch.nan)
     return logprobs_M, _Softmax(max_M, log_sum_M, entropy_M.clamp_(min=0))
 
 
@@ -161,25 +171,25 @@ def _logit_grads(
     """
     y_J = pairs.project()
     log_p_J = y_J * pairs.transform.gain_out
-    log_p_J -= softmax.max_M.index_select(0, pairs.row_J)
-    log_p_J.clamp_(min=_LEAST_LOG_PROBABILITY).sub_(softmax.log_sum_M.index_select(0, pairs.row_J))
+    log_p_J -= softmax.max_M.index_select(0, pairs.sets.row_J)
+    log_p_J.clamp_(min=_LEAST_LOG_PROBABILITY).sub_(softmax.log_sum_M.index_select(0, pairs.sets.row_J))
     grad_J = torch.zeros_like(log_p_J)
     if grad_entropy_M is not None:
-        grad_J.copy_(log_p_J).add_(softmax.entropy_M.index_select(0, pairs.row_J))
-        grad_J.mul_(-grad_entropy_M.double().index_select(0, pairs.row_J))
+        grad_J.copy_(log_p_J).add_(softmax.entropy_M.index_select(0, pairs.sets.row_J))
+        grad_J.mul_(-grad_entropy_M.double().index_select(0, pairs.sets.row_J))
     p_J = log_p_J.exp_()
     if grad_logprobs_M is None:
         grad_J.mul_(p_J)
     else:
-        at_target_J = grad_logprobs_M.double().index_select(0, pairs.row_J)
+        at_target_J = grad_logprobs_M.double().index_select(0, pairs.sets.row_J)
         grad_J.sub_(at_target_J).mul_(p_J)
-        grad_J.add_(at_target_J.mul_(_is_target(pairs, target_M)))
+        grad_J.add_(at_target_J.mul_(pairs.sets.are_targets(target_M)))
     grad_J.mul_(pairs.transform.slope)
     if pairs.transform.softcap is not None:
         grad_J.addcmul_(grad_J, y_J.square_(), value=-1.0)
     return grad_J.to(accumulate_dtype_of(pairs.hidden_MC.dtype))
 
 
-def _is_target(pairs: KeptPairs, target_M: Tensor) -> Tensor:
-    """[J] bool."""
-    return pairs.token_J == target_M.index_select(0, pairs.row_J)
+def _has_target(sets: KeptSets, target_M: Tensor) -> Tensor:
+    """[M] bool."""
+    return sets.rows.sums(sets.are_targets(target_M).double()) == 1

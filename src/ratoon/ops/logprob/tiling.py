@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+Range = tuple[int, int]
+"""Half-open [start, end)."""
+
 MIB = 1 << 20
 
 CPU_TILE_BYTES = 8 * MIB
@@ -59,12 +62,12 @@ class Tiling:
         """Elements of the largest tile."""
         return self.rows * self.columns
 
-    def row_ranges(self) -> Iterator[tuple[int, int]]:
+    def row_ranges(self) -> Iterator[Range]:
         """Half-open [start, end) pieces of M."""
         for start in range(0, self.num_rows, self.rows):
             yield start, min(start + self.rows, self.num_rows)
 
-    def column_ranges(self) -> Iterator[tuple[int, int]]:
+    def column_ranges(self) -> Iterator[Range]:
         """Half-open [start, end) pieces of V."""
         for start in range(0, self.num_columns, self.columns):
             yield start, min(start + self.columns, self.num_columns)
