@@ -86,7 +86,7 @@ def test_changed_keys_names_what_differs(tmp_path: Path):
         (GOOD, ["--trainer.learning_rate=fast"], ["trainer.learning_rate = 'fast'", "Allowed: a number above 0."]),
         (GOOD, ["--learning_rate=1e-4"], ["learning_rate = 0.0001", "Did you mean sft.learning_rate"]),
         (GOOD, ["--trainer.group_size=4"], ["trainer.group_size = 4", "Did you mean rollout.group_size"]),
-        (GOOD, ["--rollout.top_p=0.9"], ["rollout.top_p = 0.9 is not a key of [rollout]. Allowed: "]),
+        (GOOD, ["--rollout.beam_width=4"], ["rollout.beam_width = 4 is not a key of [rollout]. Allowed: "]),
         (GOOD, ["--model.path=x"], ["[model] give exactly one of"]),
         (GOOD, ["--trainer.schedule=cosin"], ["trainer.schedule = 'cosin'", "'constant', 'linear', 'cosine'"]),
         (GOOD, ["--trainer=3"], ["trainer = 3", "a table with num_steps"]),

@@ -105,7 +105,7 @@ def reward_curve(
     )
     curve: list[float] = []
     for _ in range(num_steps):
-        groups = [attach_advantages(scored(group, reward), algorithm) for group in draw_groups(model, rng)]
+        groups = attach_advantages([scored(group, reward) for group in draw_groups(model, rng)], algorithm)
         curve.append(float(np.mean([group.rewards_N for group in groups if group.rewards_N is not None])))
         updates = plan_updates(
             groups,

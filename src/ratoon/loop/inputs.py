@@ -13,7 +13,15 @@ from ratoon.config.recipe import Recipe
 from ratoon.data import PromptSplit, load_prompts, supervised_examples
 from ratoon.data.user_function import python_target
 from ratoon.loop.demonstrations import demonstrations_of
-from ratoon.models import align_eos, build_fresh, build_policy, check_vocabulary, load_tokenizer, preview_model
+from ratoon.models import (
+    align_eos,
+    build_fresh,
+    build_policy,
+    check_token_ids,
+    check_vocabulary,
+    load_tokenizer,
+    preview_model,
+)
 from ratoon.models.config import AttentionImpl
 from ratoon.rewards import RewardPool
 from ratoon.types.errors import UserError
@@ -64,10 +72,11 @@ def load_inputs(recipe: Recipe, recipe_dir: Path) -> Inputs:
     # First, so that the workers start while the data is read.
     rewards = RewardPool(recipe.reward, base_dir=recipe_dir, max_response_tokens=recipe.rollout.max_response_tokens)
     try:
+        preview = preview_model(recipe.model)  # before its tokenizer, which would take the blame for a bad config.json
         tokenizer = load_recipe_tokenizer(recipe)
-        preview = preview_model(recipe.model)
         check_vocabulary(tokenizer, preview.shape.vocab_size)
         prompts = load_prompts(recipe.data, tokenizer, base_dir=recipe_dir)
+        check_token_ids((*prompts.train, *prompts.heldout), preview.shape.vocab_size)
         _check_room(recipe, prompts)
         rewards.check((*prompts.train, *prompts.heldout), prompts.columns)
         texts: tuple[str, ...] = ()
