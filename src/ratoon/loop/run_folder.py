@@ -101,7 +101,7 @@ def open_run_folder(recipe: Recipe, *, fresh: bool) -> RunFolder:
     `fresh` sets an existing folder aside under the next free name; nothing is deleted. Raises UserError
     where the folder cannot be written, another process holds it, or it holds a run of another recipe.
     """
-    named = _expanded(recipe.run.output_dir) / recipe.run.name
+    named = expanded(recipe.run.output_dir) / recipe.run.name
     path = named.absolute()
     try:
         if fresh and path.exists():
@@ -111,7 +111,7 @@ def open_run_folder(recipe: Recipe, *, fresh: bool) -> RunFolder:
         folder = RunFolder(path, named, _lock(path, named))
         try:
             if (path / RECIPE_FILE).exists():
-                _check_same_run(recipe, path, named)
+                check_same_run(recipe, path, named)
             for file in (folder.metrics, folder.log):
                 file.open("a").close()
             if not (path / RECIPE_FILE).exists():
@@ -127,7 +127,7 @@ def open_run_folder(recipe: Recipe, *, fresh: bool) -> RunFolder:
     return folder
 
 
-def _expanded(output_dir: str) -> Path:
+def expanded(output_dir: str) -> Path:
     try:
         return Path(output_dir).expanduser()
     except RuntimeError as error:
@@ -168,7 +168,7 @@ def _next_free_name(path: Path) -> Path:
     return candidate
 
 
-def _check_same_run(recipe: Recipe, path: Path, named: Path) -> None:
+def check_same_run(recipe: Recipe, path: Path, named: Path) -> None:
     try:
         stored = load_recipe(path / RECIPE_FILE)
     except UserError as error:

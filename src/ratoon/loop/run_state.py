@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from ratoon.config.recipe import Recipe
-from ratoon.loop.run_folder import RECIPE_FILE, _check_same_run, _expanded
+from ratoon.loop.run_folder import RECIPE_FILE, check_same_run, expanded
 from ratoon.metrics import read_metrics
 from ratoon.trainer.checkpoint import checkpoint_step, find_damage
 from ratoon.types.errors import UserError
@@ -36,7 +36,7 @@ class RunState:
 
 def peek_run_folder(recipe: Recipe, *, has_heldout: bool) -> RunState:
     """Reads names, sizes and the metrics; of checkpoints not every byte, as resuming does. Writes nothing."""
-    named = _expanded(recipe.run.output_dir) / recipe.run.name
+    named = expanded(recipe.run.output_dir) / recipe.run.name
     path = named.absolute()
     parent = next(folder for folder in (path, *path.parents) if folder.exists())
     checkpoints = path / "checkpoints"
@@ -70,7 +70,7 @@ def _problem(recipe: Recipe, path: Path, named: Path, parent: Path) -> str | Non
         )
     if (path / RECIPE_FILE).exists():
         try:
-            _check_same_run(recipe, path, named)
+            check_same_run(recipe, path, named)
         except UserError as error:
             return str(error)
     return None
