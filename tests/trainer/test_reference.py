@@ -77,6 +77,24 @@ def test_measuring_changes_neither_weights_nor_gradients():
     assert [kl_N.shape for kl_N in found] == [(group.group_size,) for group in ragged_groups()]
 
 
+def test_kl_is_measured_without_dropout_and_the_mode_is_kept():
+    trainer = make_trainer(name="rloo", kl_coefficient=0.1)
+    trainer.reference = frozen_reference(attach(build_model("llama", seed=1, dtype=torch.float32)), 1.0)
+    modes = []
+    trainer.model.base_model.register_forward_pre_hook(lambda module, given: modes.append(module.training))
+    for mode in (True, False):
+        trainer.model.train(mode)
+        trainer.kl_to_reference(plan(ragged_groups(), max_rows=20)[0])
+        assert trainer.model.training == mode
+    assert len(modes) > 4 and not any(modes)
+
+
+def test_kl_in_the_reward_costs_the_step_no_reference_pass():
+    trainer = make_trainer(name="rloo", kl_coefficient=0.1)  # without a reference, which it would miss
+    trainer.max_response_tokens = 8
+    assert trainer.step(plan(ragged_groups()), learning_rate=1e-3).kl_ref_mean is None
+
+
 def test_a_missing_reference_is_named():
     with pytest.raises(AssertionError, match="a KL penalty needs a reference model"):
         make_trainer(kl_coefficient=0.1).step(plan(ragged_groups()), learning_rate=1e-3)

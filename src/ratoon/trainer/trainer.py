@@ -102,33 +102,34 @@ class Trainer:
         """For each group of the update [N] nats: `algorithm.kl_estimator` summed over each response's tokens.
 
         For a KL penalty in the reward (RLOO, arXiv 2402.14740; REINFORCE++, arXiv 2501.03262), before advantages
-        are computed: the groups need neither rewards nor advantages. Under the current policy; the same on every rank,
-        whichever scored a response; a response without tokens has 0.
+        are computed: the groups need neither rewards nor advantages. Under the current policy, without dropout, as it
+        drew the responses. The same on every rank, whichever scored a response; a response without tokens has 0.
         """
-        assert self.algorithm.kl_estimator is not None, "there is no KL penalty to compute"
-        self.model.train()
+        was_training = self.model.training
+        self.model.eval()
         found = [np.zeros(group.group_size) for group in update.groups]
         for parts in update.plan.assignment[self.data_parallel.rank]:
-            batch = build_microbatch(update, parts, loss_mean="token")
-            if batch.layout.num_scored == 0:
-                continue
-            ref_logprobs_M = self._reference_logprobs(batch)
-            logprobs_M, _ = forward_logprobs(self.model, batch.layout, self.temperature, support=batch.support)
-            kl_M = kl_estimates(logprobs_M, ref_logprobs_M, estimator=self.algorithm.kl_estimator)
-            kl_of_sequence = sequence_sums(
-                kl_M,
-                torch.ones_like(kl_M, dtype=torch.bool),
-                torch.tensor(batch.layout.sequence_of_M, device=kl_M.device),
-                num_sequences=batch.layout.num_sequences,
-            ).tolist()
             sequences = [(group, response) for group, chosen in parts for response in chosen]
-            for (group, response), kl in zip(sequences, kl_of_sequence, strict=True):
+            batch = build_microbatch(update, parts, loss_mean="token")
+            for (group, response), kl in zip(sequences, self._kl_of_sequences(batch), strict=True):
                 found[group][response] = kl
+        self.model.train(was_training)
         named = {f"{group}/{index}": kl for group, kl_N in enumerate(found) for index, kl in enumerate(kl_N.tolist())}
         summed = self.data_parallel.all_reduce_sums(named)  # each stands on one rank; the others hold 0
         return tuple(
             np.array([summed[f"{group}/{index}"] for index in range(kl_N.size)]) for group, kl_N in enumerate(found)
         )
+
+    def _kl_of_sequences(self, batch: Microbatch) -> list[float]:
+        assert self.algorithm.kl_estimator is not None, "there is no KL penalty to compute"
+        if batch.layout.num_scored == 0:
+            return [0.0] * batch.layout.num_sequences
+        ref_logprobs_M = self._reference_logprobs(batch)
+        logprobs_M, _ = forward_logprobs(self.model, batch.layout, self.temperature, support=batch.support)
+        kl_M = kl_estimates(logprobs_M, ref_logprobs_M, estimator=self.algorithm.kl_estimator)
+        every_M = torch.ones_like(kl_M, dtype=torch.bool)
+        sequence_of_M = torch.tensor(batch.layout.sequence_of_M, device=kl_M.device)
+        return sequence_sums(kl_M, every_M, sequence_of_M, num_sequences=batch.layout.num_sequences).tolist()
 
     def _check(self, updates: Sequence[Update]) -> None:
         """What a step needs, on every rank alike, so that none waits for one that has stopped."""
