@@ -3,9 +3,11 @@
 import contextlib
 import io
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 import torch
 
 from ratoon.config import load_recipe
@@ -33,11 +35,12 @@ def test_python_blocks_run_in_order_and_print_what_they_say():
 
 
 def test_recipes_shown_load(tmp_path: Path):
-    recipes = blocks("toml")
+    """Parts of recipes too, with what they lack from the first one shown."""
+    recipes = [tomllib.loads(text) for text in blocks("toml")]
     assert recipes
-    for number, text in enumerate(recipes):
+    for number, recipe in enumerate(recipes):
         path = tmp_path / f"{number}.toml"
-        path.write_text(text)
+        path.write_text(tomli_w.dumps({**recipes[0], **recipe}))
         load_recipe(path)
 
 
