@@ -59,7 +59,7 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _stages_fit(self) -> "Recipe":
-        if self.rollout.group_size < 2:
+        if self.rollout.group_size < 2 and self.algorithm.compares_siblings:
             raise ValueError(
                 f"rollout.group_size is {self.rollout.group_size}, but {self.algorithm.name} compares the responses "
                 "of one prompt with each other: alone, every advantage is 0; set it to 2 or more"

@@ -166,7 +166,9 @@ class SynchronousRun:
             metrics=self.metrics,
             enter=self.view.phase,
         )
-        groups = attach_advantages(rollout.groups, recipe.algorithm, penalties=self._kl_penalties(rollout.groups))
+        kl = self._kl_in_rewards(rollout.groups)
+        penalties = None if kl is None else [recipe.algorithm.kl_coefficient * kl_N for kl_N in kl]
+        groups = attach_advantages(rollout.groups, recipe.algorithm, penalties=penalties)
         trained = without_truncated(groups) if recipe.algorithm.mask_truncated else groups
         with self._phase("plan"):
             updates = self._plan(trained, num_updates=recipe.algorithm.num_minibatches)
@@ -174,22 +176,23 @@ class SynchronousRun:
         if any(update.plan.num_loss_tokens for update in updates):
             with self._phase("update"):
                 result = self.trainer.step(updates, learning_rate=learning_rate_at(step, recipe.trainer))
+            if kl is not None:  # measured before the update, where the penalty was taken
+                num_tokens = sum(sum(group.response_lengths) for group in groups)
+                result = replace(result, kl_ref_mean=float(sum(kl_N.sum() for kl_N in kl)) / max(num_tokens, 1))
         self.num_steps_done = step + 1
         with self._phase("publish"):
             await self._publish()
         return self._report(rollout, groups, updates, result, seconds=time.perf_counter() - started)
 
-    def _kl_penalties(self, groups: Sequence[RolloutGroup]) -> list[NDArray[np.float64]] | None:
-        """For each group [N], what the KL penalty takes from its rewards; None where it is no part of them."""
-        algorithm = self.recipe.algorithm
-        if algorithm.kl_in != "reward":
+    def _kl_in_rewards(self, groups: Sequence[RolloutGroup]) -> list[NDArray[np.float64]] | None:
+        """For each group [N] nats, each response's divergence from the reference; None where no reward is cut by it."""
+        if self.recipe.algorithm.kl_in != "reward" or not groups:
             return None
         with self._phase("reference"):
             found = [self.trainer.kl_to_reference(update) for update in self._plan(groups, num_updates=1)]
         # Without shared prompts each response is a group of its own there; the order is the same.
-        kl = np.concatenate([np.zeros(0), *(kl_N for update in found for kl_N in update)])
-        ends = np.cumsum([group.group_size for group in groups])
-        return [algorithm.kl_coefficient * kl_N for kl_N in np.split(kl, ends[:-1])] if groups else []
+        kl = np.concatenate([kl_N for update in found for kl_N in update])
+        return np.split(kl, np.cumsum([group.group_size for group in groups])[:-1])
 
     async def evaluate(self) -> Evaluation | None:
         """The held-out reward now, once for each step: a resumed run does not repeat it."""
