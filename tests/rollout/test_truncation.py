@@ -68,10 +68,10 @@ exact_logits = st.lists(st.lists(st.integers(-6, 0), min_size=1, max_size=12), m
     st.integers(0, 14),
     st.sampled_from([1.0, 0.999, 0.75, 0.5, 0.3, 0.25, 1e-9]),
     st.sampled_from([0.0, 1e-3, 0.2, 0.5, 0.99]),
-    st.sampled_from([1, 2, 3, 128]),
+    st.sampled_from([(1, 0, 1), (2, 1, 5), (3, 2, 4), (128, 64, 4096)]),
 )
 def test_kept_sets_are_the_rankings_prefix(
-    powers: list[list[int]], top_k: int, top_p: float, min_p: float, first_ranks: int
+    powers: list[list[int]], top_k: int, top_p: float, min_p: float, limits: tuple[int, int, int]
 ):
     """Many equals, at the borders too; ranks are looked at a few at a time, or all at once."""
     width = max(map(len, powers))
@@ -79,7 +79,8 @@ def test_kept_sets_are_the_rankings_prefix(
     for row, values in enumerate(powers):
         logits_BV[row, : len(values)] = values
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "FIRST_RANKS", first_ranks)
+        for name, limit in zip(("FIRST_RANKS", "_MORE_RANKS", "_WIDE"), limits, strict=True):
+            patch.setattr(module, name, limit)
         assert_drawn_as_kept(logits_BV, Truncation(0.7, top_k, top_p, min_p), seed=len(powers))
 
 

@@ -22,8 +22,11 @@ FIRST_RANKS = 128
 
 _RANKS_GROWTH = 8
 
+_MORE_RANKS = 64
+"""Looked at beyond those that may be kept: so many equals of the last one (bf16 logits have them) are at hand."""
+
 _WIDE = 4096
-"""More kept tokens than this are picked out of the vocabulary by their logits, fewer have their ids sorted."""
+"""More kept tokens than this are picked out of the vocabulary by their logits, fewer out of the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ def sample_kept_tokens(logits_BV: Tensor, truncation: Truncation, uniform_B: Ten
     left_B = torch.arange(B, device=logits_BV.device)
     while left_B.numel():
         left_BV = logits_BV if left_B.numel() == B else logits_BV[left_B]
-        ranked = _Ranked(*left_BV.topk(min(num_ranks + 1, V), dim=1))
+        ranked = _Ranked(*left_BV.topk(min(num_ranks + _MORE_RANKS, V), dim=1))
         num_kept_B = _num_kept(ranked.logit_BK[:, :num_ranks], None if total_B is None else total_B[left_B], truncation)
         is_found_B = (num_kept_B < num_ranks) | (num_ranks == most_ranks)
         found_B = left_B[is_found_B]
@@ -97,7 +100,7 @@ def sample_kept_tokens(logits_BV: Tensor, truncation: Truncation, uniform_B: Ten
 
 @dataclass(frozen=True, slots=True)
 class _Ranked:
-    """The largest logits of each row, and one more, where the vocabulary has it, to show an equal one."""
+    """The largest logits of each row."""
 
     logit_BK: Tensor
     """[B, K] float32, falling."""
@@ -143,27 +146,31 @@ def _num_kept(logit_BK: Tensor, total_B: Tensor | None, truncation: Truncation) 
 
 
 def _kept_ids(logits_BV: Tensor, ranked: _Ranked, num_kept_B: Tensor) -> Tensor:
-    """[B, most of a row] int64: the kept ids in ascending order, then any ids of the vocabulary."""
+    """[B, most of a row] int64: the kept ids in ascending order, then any ids of the vocabulary.
+
+    Kept are all above the last one's logit and, of its equals, those with the lowest ids.
+    """
     width, V = int(num_kept_B.max()), logits_BV.shape[1]
-    num_kept_B1 = num_kept_B[:, None]
-    last_logit_B1 = ranked.logit_BK.gather(1, num_kept_B1 - 1)
-    next_logit_B1 = ranked.logit_BK.gather(1, num_kept_B1.clamp(max=ranked.logit_BK.shape[1] - 1))
-    is_split_B = ((next_logit_B1 == last_logit_B1) & (num_kept_B1 < V))[:, 0] | (num_kept_B > _WIDE)
-    if bool(is_split_B.all()):
+    last_logit_B1 = ranked.logit_BK.gather(1, num_kept_B[:, None] - 1)
+    may_equal_more_B = (ranked.logit_BK[:, -1:] == last_logit_B1)[:, 0] & (ranked.logit_BK.shape[1] < V)
+    is_wide_B = may_equal_more_B | (num_kept_B > _WIDE)
+    if bool(is_wide_B.all()):
         id_BK = ranked.id_BK[:, :width].clone()
     else:
-        id_BK = ranked.id_BK[:, :width].masked_fill(~_is_before(num_kept_B, width), V)
-        id_BK = id_BK.sort(dim=1).values.clamp_(max=V - 1)
-    if bool(is_split_B.any()):
-        # All above the last one's logit and, of its equals, those with the lowest ids.
-        split_BV, last_B1 = logits_BV[is_split_B], last_logit_B1[is_split_B]
-        is_kept_BV = split_BV > last_B1
-        is_equal_BV = split_BV == last_B1
-        num_equal_B1 = num_kept_B1[is_split_B] - is_kept_BV.sum(dim=1, keepdim=True)
+        is_above_BK, is_equal_BK = ranked.logit_BK > last_logit_B1, ranked.logit_BK == last_logit_B1
+        num_equal_B1 = num_kept_B[:, None] - is_above_BK.sum(dim=1, keepdim=True)
+        equal_id_BK = ranked.id_BK.masked_fill(~is_equal_BK, V).sort(dim=1).values
+        is_equal_BK &= ranked.id_BK <= equal_id_BK.gather(1, num_equal_B1 - 1)
+        id_BK = ranked.id_BK.masked_fill(~(is_above_BK | is_equal_BK), V).sort(dim=1).values
+        id_BK = id_BK[:, :width].clamp(max=V - 1)
+    if bool(is_wide_B.any()):
+        wide_BV, last_B1 = logits_BV[is_wide_B], last_logit_B1[is_wide_B]
+        is_kept_BV, is_equal_BV = wide_BV > last_B1, wide_BV == last_B1
+        num_equal_B1 = num_kept_B[is_wide_B, None] - is_kept_BV.sum(dim=1, keepdim=True)
         is_kept_BV |= is_equal_BV & (is_equal_BV.cumsum(dim=1, dtype=torch.int32) <= num_equal_B1)
-        split_BK = id_BK[is_split_B]
-        split_BK[_is_before(num_kept_B[is_split_B], width)] = is_kept_BV.nonzero()[:, 1]
-        id_BK[is_split_B] = split_BK
+        wide_BK = id_BK[is_wide_B]
+        wide_BK[_is_before(num_kept_B[is_wide_B], width)] = is_kept_BV.nonzero()[:, 1]
+        id_BK[is_wide_B] = wide_BK
     return id_BK
 
 
