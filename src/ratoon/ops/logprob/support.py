@@ -53,8 +53,8 @@ def support_logprob(
     to J, and memory is, besides the gradients, at most 64 bytes a pair and three [j, C] pieces of
     `kept_pairs.CPU_PIECE_BYTES` (`CUDA_PIECE_BYTES`). Where more than `CPU_WIDE_SHARE` (`CUDA_WIDE_SHARE`) of all
     M * V logits are kept, dense tiles of logits cost less than their share of single products: then it is
-    `linear_logprob` with the others masked, in its tiles, with 32 bytes a pair and 32 a logit of a tile. Neither way holds [M, V] or
-    [J, C], gradients are bitwise reproducible in both, and backward computes the logits again.
+    `linear_logprob` with the others masked, in its tiles, with 32 bytes a pair and 32 a logit of a tile. Neither way
+    holds [M, V] or [J, C], gradients are bitwise reproducible in both, and backward computes the logits again.
     """
     check_tensors("support_logprob", hidden_MC, weight_VC, target_M, bias)
     transform = checked_transform("support_logprob", temperature, logit_scale, logit_softcap)
