@@ -41,13 +41,11 @@ def support_logprob(
     """`linear_logprob` where each row's distribution is over the kept tokens of `support` alone.
 
     logprobs = z[target] - logsumexp(z[kept]) and entropy that of softmax(z[kept]), for the logits z that
-    `linear_logprob` documents. The kept sets are constants: weights move and
-    sets stay, so that a ratio of two such probabilities compares distributions over the same tokens (DeepSeek-V3.2,
-    arXiv:2512.02556, "Keep Sampling Mask").
+    `linear_logprob` documents. The kept sets are constants: weights move and sets stay, so that a ratio of two such
+    probabilities compares distributions over the same tokens (DeepSeek-V3.2, arXiv:2512.02556, "Keep Sampling Mask").
 
     Inputs, results, dtypes and errors are `linear_logprob`'s; bias is [V]. Besides:
-    support: of M tokens, on the host. Each target must be in its set, or else ValueError on the CPU and, since nothing
-    waits for the device there, NaN on CUDA.
+    support: of M tokens, on the host. A target that is not in its set is a ValueError on the CPU and NaN on CUDA.
 
     Where few tokens are kept, only their logits are computed, one product for each of the J pairs: time is proportional
     to J, and memory is, besides the gradients, at most 64 bytes a pair and three [j, C] pieces of
