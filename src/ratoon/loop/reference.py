@@ -9,7 +9,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ratoon.config.recipe import Recipe
 from ratoon.loop.run_folder import RunFolder
 from ratoon.models import build_policy
-from ratoon.trainer.adapter_reference import adapters_off_reference
+from ratoon.trainer.adapter_reference import adapters_off_reference, saved_adapters_reference
+from ratoon.trainer.checkpoint import find_damage, write_manifest
 from ratoon.trainer.durable_files import PARTIAL_PREFIX, fsync_folder, fsync_tree
 from ratoon.trainer.model_folder import save_model
 from ratoon.trainer.reference import ReferenceScore, frozen_reference
@@ -30,6 +31,7 @@ def keep_reference(
         shutil.rmtree(old, ignore_errors=True)
     partial.mkdir()
     save_model(model, tokenizer, partial)
+    write_manifest(partial, step=0)
     fsync_tree(partial)
     partial.rename(folder.reference)
     fsync_folder(folder.path)
@@ -40,27 +42,35 @@ def build_reference(
 ) -> ReferenceScore | None:
     """The reference's scores; None where the recipe has no KL penalty.
 
-    With adapters: the policy with its adapters off. Otherwise a second model, frozen: the one that the recipe names, or
-    after a warm start the one that `keep_reference` wrote. Raises UserError where that is gone.
+    With adapters: the policy with its adapters off, or after a warm start with those that `keep_reference` wrote.
+    Otherwise a second model, frozen: the one that the recipe names, or after a warm start the one that `keep_reference`
+    wrote. Raises UserError where that is gone or damaged.
     """
     if not recipe.algorithm.needs_reference:
         return None
     temperature = recipe.rollout.temperature
+    checkpoint = _kept_reference(folder) if _is_kept(recipe) else None
     if recipe.model.lora is not None:
-        return adapters_off_reference(policy, temperature)
-    checkpoint: Path | None = None
-    if _is_kept(recipe):
-        checkpoint = folder.reference
-        if not checkpoint.is_dir():
-            raise UserError(
-                f"{folder.shown(checkpoint)} is gone, the warm-started model that algorithm.kl_coefficient measures "
-                "the policy against; put it back, or start anew with --fresh (the old run is set aside)"
-            )
+        if checkpoint is None:
+            return adapters_off_reference(policy, temperature)
+        return saved_adapters_reference(policy, checkpoint, temperature)
     config = recipe.model.model_copy(update={"recompute": "none"})
     return frozen_reference(
         build_policy(config, seed=recipe.run.seed, device=device, checkpoint=checkpoint), temperature
     )
 
 
+def _kept_reference(folder: RunFolder) -> Path:
+    """Verified byte by byte: a reference that changed between two commands would change what is trained unseen."""
+    path = folder.reference
+    damage = find_damage(path) if path.is_dir() else "it is gone"
+    if damage is not None:
+        raise UserError(
+            f"{folder.shown(path)}, the warm-started model that algorithm.kl_coefficient measures the policy against, "
+            f"is not as it was written: {damage}; put it back, or start anew with --fresh (the old run is set aside)"
+        )
+    return path
+
+
 def _is_kept(recipe: Recipe) -> bool:
-    return recipe.algorithm.needs_reference and recipe.model.lora is None and recipe.sft is not None
+    return recipe.algorithm.needs_reference and recipe.sft is not None

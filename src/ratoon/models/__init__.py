@@ -4,7 +4,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ratoon.models.adapters import adapters_off, add_adapters, are_adapters_off, describe_adapters, has_adapters
+    from ratoon.models.adapters import (
+        adapters_as,
+        adapters_off,
+        add_adapters,
+        are_adapters_off,
+        describe_adapters,
+        has_adapters,
+        read_adapters,
+    )
     from ratoon.models.attachment import attach
     from ratoon.models.base_model import FrozenBase
     from ratoon.models.config import FreshModelConfig, LoraConfig, ModelConfig
@@ -27,6 +35,7 @@ _HOMES = {
     "LoraConfig": "config",
     "ModelConfig": "config",
     "ModelPreview": "preview",
+    "adapters_as": "adapters",
     "adapters_off": "adapters",
     "add_adapters": "adapters",
     "align_eos": "load",
@@ -46,6 +55,7 @@ _HOMES = {
     "load_tokenizer": "load",
     "model_shape": "shape",
     "preview_model": "preview",
+    "read_adapters": "adapters",
     "resolve_model_path": "model_files",
     "save_policy_adapters": "policy",
     "set_recompute": "recompute",
@@ -59,6 +69,7 @@ __all__ = [
     "LoraConfig",
     "ModelConfig",
     "ModelPreview",
+    "adapters_as",
     "adapters_off",
     "add_adapters",
     "align_eos",
@@ -78,6 +89,7 @@ __all__ = [
     "load_tokenizer",
     "model_shape",
     "preview_model",
+    "read_adapters",
     "resolve_model_path",
     "save_policy_adapters",
     "set_recompute",

@@ -3,7 +3,7 @@
 # Shape letters: C input channels, K output channels of one layer.
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from importlib.metadata import version
@@ -188,8 +188,18 @@ def load_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
     Raises UserError where they are not those of this model.
     """
+    saved = read_adapters(model, folder)
+    _assign(_adapter_tensors(model), saved)
+    return model
+
+
+def read_adapters(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """What `save_adapters` wrote, on the model's device, for `adapters_as`.
+
+    Raises UserError where they are not those of this model.
+    """
     with refusing(folder, "adapter"):
-        saved = load_file(folder / ADAPTER_WEIGHTS)
+        saved = load_file(folder / ADAPTER_WEIGHTS, device=str(model.device))
     own = _adapter_tensors(model)
     differing = sorted(own.keys() ^ saved.keys()) or sorted(
         name for name, tensor in own.items() if (saved[name].shape, saved[name].dtype) != (tensor.shape, tensor.dtype)
@@ -199,10 +209,28 @@ def load_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
             f"the adapter in {str(folder)!r} does not fit the model: {len(differing)} of its tensors are missing or "
             f"of another shape or dtype, first {differing[0]}; give model and model.lora as they were in training"
         )
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(saved[name])
-    return model
+    return saved
+
+
+@contextmanager
+def adapters_as(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Iterator[PreTrainedModel]:
+    """Inside, the model's adapters hold `values` (`read_adapters`); afterwards their own again, bit by bit.
+
+    Twins that share its parameters (a rollout engine's) see them too. A graph made before cannot be run backward after.
+    """
+    own = _adapter_tensors(model)
+    kept = {name: tensor.detach().clone() for name, tensor in own.items()}
+    try:
+        _assign(own, values)
+        yield model
+    finally:
+        _assign(own, kept)
+
+
+@torch.no_grad()
+def _assign(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        tensor.copy_(values[name])
 
 
 def merge_adapters(base: PreTrainedModel, folder: Path) -> PreTrainedModel:

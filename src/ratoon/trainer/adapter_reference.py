@@ -1,13 +1,15 @@
-"""The reference of a LoRA run: the policy's own base, beneath its adapters."""
+"""The reference of a LoRA run: the policy's own base, beneath its adapters, or beneath those of its warm start."""
 
 # Shape letters: M scored tokens of one microbatch.
+
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ratoon.layout.packed_layout import PackedLayout
-from ratoon.models import adapters_off, forward_logprobs, has_adapters
+from ratoon.models import adapters_as, adapters_off, forward_logprobs, has_adapters, read_adapters
 from ratoon.trainer.reference import ReferenceScore
 from ratoon.types.rollouts import SampledSupport
 
@@ -23,6 +25,22 @@ def adapters_off_reference(model: PreTrainedModel, temperature: float) -> Refere
     @torch.no_grad()
     def score(layout: PackedLayout, support: SampledSupport | None) -> Tensor:
         with adapters_off(model):
+            logprobs_M, _ = forward_logprobs(model, layout, temperature, support=support)
+        return logprobs_M
+
+    return score
+
+
+def saved_adapters_reference(model: PreTrainedModel, folder: Path, temperature: float) -> ReferenceScore:
+    """The policy `model` with the adapters that `save_model` wrote to `folder`; no second model is held.
+
+    temperature: of the rollout, as for the policy. Raises UserError where the adapters do not fit the model.
+    """
+    saved = read_adapters(model, folder)
+
+    @torch.no_grad()
+    def score(layout: PackedLayout, support: SampledSupport | None) -> Tensor:
+        with adapters_as(model, saved):
             logprobs_M, _ = forward_logprobs(model, layout, temperature, support=support)
         return logprobs_M
 

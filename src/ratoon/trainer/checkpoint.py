@@ -97,7 +97,7 @@ def save_checkpoint(
         partial.mkdir()
         model_writer(partial)
         _write_state(partial / STATE_FOLDER, state, position)
-        _write_manifest(partial, step)
+        write_manifest(partial, step)
         fsync_tree(partial)
         partial.rename(final)
         fsync_folder(folder)
@@ -223,7 +223,8 @@ def _write_state(folder: Path, state: Any, position: Mapping[str, Any]) -> None:
         (folder / name).write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
 
 
-def _write_manifest(folder: Path, step: int) -> None:
+def write_manifest(folder: Path, step: int) -> None:
+    """Lists what the folder holds, for `find_damage` to compare."""
     files = {
         str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         for path in sorted(folder.rglob("*"))

@@ -1,0 +1,55 @@
+"""The warm-started model that a KL penalty is measured against, in the run's folder."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.loop.tiny_run import TinyRun, metrics_rows, snapshot
+
+PENALTY = "--algorithm.kl_coefficient=0.1"
+
+
+def flip_a_bit(reference: Path) -> None:
+    weights = reference / "model.safetensors"
+    changed = bytearray(weights.read_bytes())
+    changed[-40] ^= 0x40
+    weights.write_bytes(changed)
+
+
+def cut(reference: Path) -> None:
+    weights = reference / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "gone": (shutil.rmtree, "it is gone"),
+    "a bit": (flip_a_bit, "model.safetensors has other contents than were written"),
+    "cut short": (cut, "model.safetensors has "),
+    "no config": (lambda reference: (reference / "config.json").unlink(), "config.json is missing"),
+    "no manifest": (lambda reference: (reference / "manifest.json").unlink(), "it has no manifest.json"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_reference_ends_the_resumed_run_by_name(tiny: TinyRun, damage: str):
+    """Weights of which one bit differs load, and would train another policy unseen."""
+    assert tiny.train(PENALTY, "--trainer.num_steps=2").status == 0
+    act, sentence = DAMAGES[damage]
+    act(tiny.run_dir / "reference")
+    before = snapshot(tiny.run_dir / "checkpoints")
+    outcome = tiny.train(PENALTY)
+    assert outcome.status == 2 and "Traceback" not in outcome.err
+    assert f"{tiny.run_dir}/reference, the warm-started model" in outcome.err
+    assert sentence in outcome.err and "--fresh" in outcome.err
+    assert snapshot(tiny.run_dir / "checkpoints") == before
+
+
+@pytest.mark.parametrize("arguments", [[], ["--model.lora.rank=2"]], ids=["whole model", "adapters"])
+def test_reference_is_the_policy_as_reinforcement_learning_begins(tiny: TinyRun, arguments: list[str]):
+    """With adapters too: switched off, they would pull the policy back to where its warm start began."""
+    tiny.edit(("num_steps = 3", "num_steps = 20"))
+    assert tiny.train(PENALTY, *arguments, "--trainer.num_steps=3").status == 0
+    first, *others = (row["kl_ref_mean"] for row in metrics_rows(tiny.run_dir, "train"))
+    assert first == pytest.approx(0, abs=1e-10)
+    assert all(kl > 1e-9 for kl in others)
