@@ -2,10 +2,14 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from importlib import import_module
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -123,3 +127,39 @@ def test_triton_is_known_to_attention_and_ops_only():
             )
             if any(name.split(".")[0] == "triton" for name in names):
                 assert path.relative_to(SOURCE).parts[0] in ("attention", "ops"), f"{path} imports triton"
+
+
+def imports_of(path: Path) -> Iterator[tuple[str, bool]]:
+    """Top-level names of other projects' packages, and whether importing the module imports them."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        names = (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [str(node.module)]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+        for name in {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"ratoon"}:
+            yield name, node in tree.body
+
+
+def package_names(requirements: list[str]) -> set[str]:
+    """As they are imported: none of ours has another name than its package."""
+    return {re.split(r"[^\w.-]", line)[0].lower().replace("-", "_") for line in requirements}
+
+
+def test_every_import_is_declared_and_no_kernel_wheel_is_among_them():
+    """Wheels of flash-attn fit one build of torch, and `import flash_attn` ends in an undefined symbol beside another:
+    OpenRLHF#418, OpenRLHF#538, OpenRLHF#243, RL-Factory#50, UserRL#4, RL2#8, flash-attention#1832,
+    flash-attention#2219, verl#3351; OpenRLHF#1222 (ring_flash_attn). TRL#4380 asks for training without it.
+    dynamo#14571: imported without being declared. Here the kernels are torch's own."""
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
+    core = package_names(project["dependencies"])
+    for name in sorted(core):  # what they bring along for everybody: tokenizers with transformers
+        core |= package_names([line for line in requires(name.replace("_", "-")) or [] if "extra ==" not in line])
+    extras = set[str]().union(*map(package_names, project["optional-dependencies"].values()))
+    for path in MODULES:
+        for name, is_at_once in imports_of(path):
+            assert name in core or (name in extras and not is_at_once), f"{path} imports {name}, which is not declared"
+    assert not {name for name in core | extras if "flash" in name or name in {"xformers", "apex", "deepspeed"}}

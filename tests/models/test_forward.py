@@ -139,6 +139,22 @@ def test_windows_are_of_positions_not_of_rows():
     torch.testing.assert_close(together[-2:], alone, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_the_routers_own_loss_takes_no_part(name: str):
+    """unsloth#6904: without an auxiliary loss on the shared path, a configuration that asks for one ended in an error.
+    verl#6836, Megatron-LM#1984: one of the wrong size, by sharding or padding. None is computed here."""
+    layout = pack_sequences(SEQUENCES)
+    plain, asking = build_model(name), build_model(name)
+    asking.config.update({"output_router_logits": True, "router_aux_loss_coef": 1e6})
+    gradients = []
+    for model in (attach(plain), attach(asking)):
+        logprobs_M, _ = forward_logprobs(model, layout)
+        logprobs_M.sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for expected, found in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_another_function_under_our_name_is_noticed():
     model = attach(build_model("llama"))
     layout = pack_documents([[1, 2, 3]])
