@@ -60,7 +60,7 @@ def test_weights_do_not_depend_on_the_cut_into_microbatches(sequences: list[list
 
 
 def test_masked_tokens_leave_numerator_and_denominator_together():
-    """Covers TRL#6439 (truncated completions masked in the numerator, counted in the denominator)."""
+    """Covers TRL#6439, TRL#6369 (truncated completions masked in the numerator, counted in the denominator)."""
     mask_M, sequence_of_M, count_N = flatten([[True, True], [False, False, False], [True]])
     losses_M = torch.full((6,), 4.0)
     token_M = token_mean_weights(mask_M, num_loss_tokens=int(count_N.sum()))

@@ -138,6 +138,7 @@ def test_a_resolved_recipe_reads_back_the_same(name: str, kl_coefficient: float)
     ],
 )
 def test_a_field_that_cannot_act_is_refused(given: dict[str, Any], key: str, reason: str):
+    """prime-rl#2738: a setting that did nothing."""
     with pytest.raises(ValidationError) as error:
         AlgorithmConfig.model_validate(given)
     (problem,) = error.value.errors()

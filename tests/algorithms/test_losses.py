@@ -88,7 +88,7 @@ def test_at_equal_weights_the_gradient_is_the_policy_gradient():
 @pytest.mark.parametrize("log_ratio", [-1e30, -1e4, -89.0, 89.0, 1e4, 1e30, math.inf, -math.inf])
 @pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
 def test_extreme_ratios_stay_finite(log_ratio: float, advantage: float, dtype: torch.dtype):
-    """Covers TRL#4772 (a sequence's ratio explodes)."""
+    """Covers TRL#4772 (a sequence's ratio explodes) and TRL#5231 (logged after a cut, it would not show)."""
     policy_M = torch.tensor([0.0, -1.0], dtype=dtype) + torch.tensor([log_ratio, 0.0], dtype=dtype)
     policy_M.requires_grad_()
     old_M = torch.tensor([0.0, -1.0], dtype=dtype)

@@ -60,6 +60,7 @@ def oracle(config: AlgorithmConfig, given: Sequences) -> tuple[list[float], int]
 @pytest.mark.parametrize("case", CASES)
 @given(given=sequences)
 def test_factors_match_the_definition(case: str, given: Sequences):
+    """The corrections of TRL#3867 and verl#3694, and the others."""
     config = config_of(case)
     found = correct(config, given)
     factors, num_corrected = oracle(config, given)
@@ -96,7 +97,7 @@ def test_a_long_response_of_huge_gaps_is_finite():
 
 
 def test_the_product_takes_weight_from_long_responses_and_the_geometric_mean_does_not():
-    """Covers TRL#5814, NeMo-RL#2269: tokens whose ratios average 1 exactly, in responses of 16 and 1,024 tokens.
+    """Covers TRL#5814, TRL#5815, NeMo-RL#2269: tokens whose ratios average 1 exactly, in responses of 16 and 1,024.
 
     The product is the exact importance ratio, of mean 1 at any length; once it is cut at 2, little of a long response's
     is left. The log says so: `correction_mean`.

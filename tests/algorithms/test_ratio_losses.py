@@ -117,7 +117,7 @@ ORACLES: dict[str, Any] = {
 @settings(max_examples=150)
 @given(given=sequences)
 def test_value_gradient_and_counts_match_the_definition(case: str, given: Sequences):
-    """Covers Liger#1088 (a GRPO gradient a hundred times off)."""
+    """Covers Liger#1088, Liger#1082 (a GRPO gradient a hundred times off)."""
     config, oracle = ORACLES[case]
     result, found = run(given, config)
     loss, grads, num_clipped = oracle(given)

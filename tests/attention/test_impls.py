@@ -47,6 +47,7 @@ def test_auto_takes_the_reference_for_what_flash_lacks_and_says_why(feature: str
     ],
 )
 def test_flash_asked_for_by_name_is_refused_by_name(request_: AttentionRequest, feature: str):
+    """And `auto` takes what can. Megatron-LM#7417: no back end at all for packed input with large heads."""
     with pytest.raises(ValueError, match="impl='flash'") as caught:
         resolve_impl(request_, "flash")
     assert feature in str(caught.value)
@@ -69,6 +70,7 @@ def test_unknown_impl_lists_the_known():
 
 
 def test_available_impls_say_why_not():
+    """verl#5474: which one can be used where?"""
     statuses = {(status.impl, status.provider): status for status in available_impls()}
     assert statuses["reference", "eager"].is_available and statuses["flash", "torch-cpu"].is_available
     assert not statuses["flex", ""].is_available and "not available" in statuses["flex", ""].reason

@@ -98,6 +98,7 @@ def test_overrides_stand_anywhere(order: list[str], tmp_path: Path, monkeypatch:
 
 
 def test_doctor_says_what_is_installed_and_what_would_be_used(capsys: pytest.CaptureFixture[str]):
+    """verl#5474: what works here?"""
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     for words in ("torch", "transformers", "reasoning-gym", "CPU:", "GPU", "reference", "flash", "auto"):

@@ -98,6 +98,7 @@ def ratoon_command(*arguments: str, **environment: str) -> subprocess.CompletedP
 def test_wrong_text_is_refused_in_a_process_without_torch(
     recipe: Path, text: str | None, overrides: list[str], words: list[str]
 ):
+    """OpenRLHF#1250: a group of one did nothing, and was taken."""
     if text is not None:
         recipe.write_text(text)
     done = ratoon_command("train", str(recipe), *overrides)

@@ -24,6 +24,7 @@ def rows_of(*prompts: Any) -> list[dict[str, Any]]:
 
 
 def test_a_conversation_is_rendered_turn_by_turn(write_jsonl: WriteJsonl, tokenizer: PreTrainedTokenizerFast):
+    """verl#6921: a separator of turns was lost."""
     turns = [SYSTEM, USER, {"role": "assistant", "content": "3"}, {"role": "user", "content": "sure?"}]
     prompt = load(write_jsonl(rows_of(turns)), tokenizer, prompt_template="Q: {prompt}").train[0]
     assert prompt.text == "<|system|>Add.<eos><|user|>1+1=<eos><|assistant|>3<eos><|user|>Q: sure?<eos><|assistant|>"

@@ -134,7 +134,10 @@ def test_too_many_heldout_names_the_counts(write_jsonl: WriteJsonl, tokenizer: P
 
 
 def test_over_long_prompts_are_an_error_or_a_counted_drop(write_jsonl: WriteJsonl, tokenizer: PreTrainedTokenizerFast):
-    """Trinity-RFT#287, rllm#280, unsloth#2666: one long prompt ended the run; verl#6239: counted otherwise."""
+    """Trinity-RFT#287, rllm#280, rllm#275, unsloth#2666: one long prompt ended the run.
+
+    verl#6239: it was counted otherwise.
+    """
     path = write_jsonl([{"prompt": "x" * length, "answer": ""} for length in (3, 9, 4, 12)])
     with pytest.raises(
         UserError, match=r"2 of 4 prompts .* = 8: rows\.jsonl:2 \(9 tokens\), rows\.jsonl:4 \(12 tokens\)"

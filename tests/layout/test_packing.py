@@ -31,7 +31,8 @@ def groups_of(given_groups: list[tuple[Tokens, list[Tokens]]]) -> list[RolloutGr
 
 @given(group_lists)
 def test_groups_mean_what_their_sequences_mean(given_groups: list[tuple[Tokens, list[Tokens]]]):
-    """Covers OpenRLHF#781 (response ranges misaligned after packing) and OpenRLHF#587 (contamination in a pack)."""
+    """Covers OpenRLHF#781 (response ranges misaligned after packing), OpenRLHF#587 and OpenRLHF#588 (segment ids
+    ignored), verl#6268 and verl#6068 (labels shifted by one, wrong at an edge)."""
     groups = groups_of(given_groups)
     layout = pack_groups(groups)
     prompt_lengths = [len(prompt) for prompt, responses in given_groups for _ in responses]

@@ -19,6 +19,7 @@ branching = st.lists(st.lists(st.integers(0, 1), max_size=9), max_size=8)
 @settings(max_examples=300)
 @given(branching)
 def test_sequences_mean_what_they_are(sequences: list[Tokens]):
+    """AReaL#889: training on trees of sequences had to be corrected."""
     layout = pack_sequences(sequences)
     check_layout(layout, sequences, first_scored=[1] * len(sequences))
 

@@ -65,7 +65,7 @@ def test_counts():
 
 
 def test_lengths_count_truncated_responses():
-    """trl#3476: masked or not, a truncated response is as long as it is."""
+    """TRL#3476: masked or not, a truncated response is as long as it is."""
     found = StepDiagnosis.of([group(cut(9), response(3), rewards=[0.0, 1.0])], policy_version=0)
     assert found.response_tokens_mean == 6
 
@@ -97,7 +97,7 @@ def test_known_advantages_decide_what_teaches():
 
 
 def test_equal_rewards_explain_the_zero_loss():
-    """trl#3452, unsloth#2291. Equal within each group, different between them: still nothing to learn."""
+    """TRL#3452, unsloth#2291, ms-swift#4547. Equal within each group, different between them: nothing to learn."""
     groups = [group(response(2), response(3), rewards=[r, r]) for r in (0.0, 1.0)]
     (warning,) = StepDiagnosis.of(groups, policy_version=0).warnings().values()
     assert "every group's rewards were equal (mean 0.5), so the policy loss is 0" in warning
@@ -106,7 +106,7 @@ def test_equal_rewards_explain_the_zero_loss():
 
 
 def test_ratio_one_and_centred_advantages_are_normal():
-    """trl#3857, ms-swift#4570: the loss is 0 and all is well. Said, and no warning."""
+    """TRL#3857, ms-swift#4570, TRL#3452: the loss is 0 and all is well. Said, and no warning."""
     groups = [group(response(2), response(3), rewards=[0.0, 1.0])]
     found = StepDiagnosis.of(groups, policy_version=0)
     facts = StepFacts.of({**asdict(found), **TRAINED})
@@ -124,7 +124,7 @@ def test_loss_that_is_not_zero_is_not_explained(trained: dict[str, float]):
 
 
 def test_no_response_that_ended():
-    """trl#5697: the quick start there truncates nearly all answers, and nothing learns, silently."""
+    """TRL#5697: the quick start there truncates nearly all answers, and nothing learns, silently."""
     cause = cause_of([group(cut(), cut(), rewards=[0.0, 0.0])] * 2, grad_norm=0.0)
     assert cause is not None
     assert cause[0] == "no response ended"
@@ -133,7 +133,7 @@ def test_no_response_that_ended():
 
 
 def test_truncated_and_masked():
-    """trl#5697, trl#3476: rewards differ, but no token is left in the loss."""
+    """TRL#5697, TRL#3476: rewards differ, but no token is left in the loss."""
     cause = cause_of([group(cut(), cut(), rewards=[0.0, 1.0])], num_loss_tokens=0, grad_norm=0.0)
     assert cause is not None
     assert cause[0] == "all masked"
@@ -163,7 +163,7 @@ def test_only_empty_responses():
 
 @pytest.mark.parametrize("groups", [[], [group(rewards=[])]])
 def test_no_responses(groups: list[RolloutGroup]):
-    """trl#6714: the engine returned none, or every reward failed and was dropped."""
+    """TRL#6714: the engine returned none, or every reward failed and was dropped."""
     cause = cause_of(groups, num_loss_tokens=0)
     assert cause is not None
     assert cause[0] == "no responses"
@@ -176,6 +176,18 @@ def test_groups_of_one():
     assert cause is not None
     assert cause[0] == "groups of one"
     assert "rollout.group_size" in cause[1]
+
+
+def test_groups_of_one_by_the_recipe():
+    """Compared over the step (reinforce++), they teach nothing only where all rewards are equal."""
+    groups = [group(response(2), rewards=[1.0]) for _ in range(8)]  # as many as were asked for
+    cause = cause_of(groups, grad_norm=0.0)
+    assert cause is not None and cause[0] == "equal rewards"
+
+
+def test_rewards_that_differ_by_rounding_are_equal():
+    found = StepDiagnosis.of([group(response(2), response(2), rewards=[0.1 + 0.2, 0.3])], policy_version=0)
+    assert found.num_equal_reward_groups == 1
 
 
 def test_one_group_only():
@@ -204,7 +216,7 @@ def test_weights_that_do_not_move(trained: dict[str, float], kind: str, word: st
 
 @pytest.mark.parametrize(("num_cut", "is_said"), [(8, False), (9, True), (10, True)])
 def test_truncation_is_said_from_nine_tenths_on(num_cut: int, is_said: bool):
-    """trl#5697."""
+    """TRL#5697."""
     responses = [response(3, FinishReason.LENGTH if i < num_cut else FinishReason.EOS) for i in range(10)]
     warnings = StepDiagnosis.of([group(*responses, rewards=[float(i) for i in range(10)])], policy_version=0).warnings()
     assert (

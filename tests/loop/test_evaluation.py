@@ -104,7 +104,7 @@ def test_standard_error_is_clustered_by_prompt():
 
 
 def test_lost_responses_are_counted_and_break_nothing():
-    """trl#6714: one prompt without answers; of another, one answer's reward failed."""
+    """TRL#6714: one prompt without answers; of another, one answer's reward failed."""
     found = run_evaluation(ScriptedEngine(silent=["b"]), "a", "b", "c", drop=["c"], group_size=2, pass_threshold=2)
     assert found is not None
     assert (found.num_prompts, found.num_responses, found.num_lost_responses) == (2, 3, 3)

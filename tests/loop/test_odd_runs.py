@@ -30,6 +30,7 @@ SAMPLED = ("sizes", "uneven updates", "one response a microbatch", "one checkpoi
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SAMPLED else pytest.mark.full) for c in ODD])
 def test_odd_settings_train(tiny: TinyRun, case: str):
+    """verl#559, verl#833: sizes that do not divide one another were an error, or NaN."""
     outcome = tiny.train("--trainer.num_steps=2", *ODD[case])
     assert (outcome.status, outcome.err) == (0, "")
     rows = [row for table in rollouts(tiny.run_dir).values() for row in table]

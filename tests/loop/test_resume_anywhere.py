@@ -71,6 +71,7 @@ def test_killed_runs_of_every_kind(
     variant: str,
     moment: int,
 ):
+    """NeMo-RL#2651, NeMo-RL#3066: what a run held beside its weights was lost, or blocked it when it was resumed."""
     process = start(forks, tiny, *VARIANTS[variant])
     share = (moment + random.Random(f"{variant} {moment}").random()) / 4
     wait_for(lambda: cpu_seconds(process) >= share * whole_run.cpu_s, process)

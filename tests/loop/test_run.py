@@ -206,7 +206,7 @@ def test_interrupt_in_the_warm_start_begins_it_anew(tiny: TinyRun, undisturbed: 
 
 
 def test_equal_rewards_are_warned_of_with_the_reason_of_the_zero_loss(tiny: TinyRun):
-    """trl#3452: a loss of 0 without a word."""
+    """TRL#3452: a loss of 0 without a word."""
     (tiny.folder / "reward.py").write_text("def score(response):\n    return 0.25\n")
     outcome = tiny.train("--trainer.num_steps=2")
     assert outcome.status == 0
@@ -216,7 +216,7 @@ def test_equal_rewards_are_warned_of_with_the_reason_of_the_zero_loss(tiny: Tiny
 
 
 def test_truncated_responses_are_warned_of(tiny: TinyRun):
-    """trl#5697: every response cut, and the masked loss 0 without a word."""
+    """TRL#5697: every response cut, and the masked loss 0 without a word."""
     outcome = tiny.train("--rollout.max_response_tokens=1", "--trainer.num_steps=3", "--run.seed=3")
     assert outcome.status == 0
     train = metrics_rows(tiny.run_dir, "train")

@@ -52,7 +52,7 @@ def stopped_after(config: StopConfig, history: list[StepFacts]) -> tuple[int, St
 
 
 def test_twenty_useless_steps_are_the_default():
-    """unsloth#2291, trl#5697: not a night of steps that learn nothing."""
+    """unsloth#2291, TRL#5697: not a night of steps that learn nothing."""
     history = [step()] + [step(**USELESS)] * 15 + [step(num_responses=0, num_groups=0, num_lost_responses=8)] * 9
     found = stopped_after(StopConfig(), history)
     assert found is not None

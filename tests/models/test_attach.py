@@ -67,7 +67,8 @@ def test_a_call_without_a_forest_is_refused(model: Any):
 
 @pytest.mark.parametrize("shape", [(1, 14), (1, 1, 14, 14)])
 def test_masks_are_refused(model: Any, forest: Forest, shape: tuple[int, ...]):
-    """transformers#46634: an all-ones mask switches packing off without a word."""
+    """transformers#46634: an all-ones mask switches packing off without a word. verl#6345, verl#6278: a mask rebuilt
+    from the responses' alone."""
     with pytest.raises(ValueError, match=r"attention_mask of shape .* leave the mask out"):
         model(input_ids=forest.token_ids_1T, forest=forest, attention_mask=torch.ones(shape))
 
@@ -80,7 +81,7 @@ def test_masks_that_reach_the_interfaces_are_refused():
 
 
 def test_positions_of_several_axes_are_refused(model: Any, forest: Forest):
-    """transformers#44911: three-dimensional position ids were taken for packing."""
+    """transformers#44911, transformers#47342: three-dimensional position ids were taken for packing."""
     with pytest.raises(ValueError, match=r"got \[3, 1, 14\]; positions of several axes \(MRoPE\) are not supported"):
         model(input_ids=forest.token_ids_1T, forest=forest, position_ids=forest.positions_1T.expand(3, 1, -1))
 
@@ -93,6 +94,7 @@ def test_positions_are_the_forest_s(model: Any, forest: Forest):
 
 
 def test_other_misuses_are_refused(model: Any, forest: Forest):
+    """axolotl#1375: a batch of more than one row lost its boundaries."""
     with pytest.raises(ValueError, match=r"input_ids must be the forest's, \[1, 14\], got \[2, 14\]"):
         model(input_ids=forest.token_ids_1T.expand(2, -1), forest=forest)
     with pytest.raises(ValueError, match="keeps no cache"):
@@ -233,6 +235,8 @@ def test_the_check_catches_a_scaled_head():
 
 
 def test_the_check_does_not_swallow_errors(monkeypatch: pytest.MonkeyPatch):
+    """zoo#1019."""
+
     def broken(*_: Any, **__: Any) -> Tensor:
         raise RuntimeError("kernel exploded")
 

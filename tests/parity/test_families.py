@@ -131,8 +131,9 @@ CASES = [(name, impl) for name in ALL_FAMILIES for impl in impls_of(name)]
 
 @pytest.mark.parametrize(("name", "impl"), CASES)
 def test_logprobs_and_gradients_agree_with_one_forward_per_sequence(name: str, impl: str):
-    """zoo#1019: the comparison is exact to rounding, not to 0.7 nats; AReaL#1442, LlamaFactory#10736: a packed
-    input on another attention gives wrong log-probs without an error."""
+    """zoo#1019: the comparison is exact to rounding, not to 0.7 nats; AReaL#1442, LlamaFactory#10736: a packed input on
+    another attention gives wrong log-probs without an error. TRL#3549, TRL#7328, NeMo-RL#4008, Relax#67 ask for
+    shared prompts, MoE included."""
     check_family(name, impl, [pack_groups(awkward_groups()), pack_sequences(random_tree(3))], RECOMPUTE)
 
 

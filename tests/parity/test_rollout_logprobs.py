@@ -109,7 +109,8 @@ def gaps_over_updates(
 
 
 def test_quickstart_model_over_five_updates():
-    """TRL#4159, TRL#6789, TRL#5312: temperature on both sides, the whole vocabulary on both, and no stale weights."""
+    """TRL#4159, TRL#6789, TRL#5312, TRL#5313: temperature on both sides, the whole vocabulary on both, and no stale
+    weights."""
     model, tokenizer = build_fresh(FreshModelConfig(), seed=0)
     attach(model)
     model.train()
@@ -142,8 +143,9 @@ def test_truncated_sampling_over_five_updates(truncation: dict[str, Any]):
 @pytest.mark.parametrize("num_updates", [1, 2])
 def test_the_trainer_learns_from_the_distribution_that_was_drawn_from(num_updates: int):
     """Through the trainer itself. With one update all ratios are 1; with two, those of the second are of one support
-    too. Were the support dropped, the same step would see a gap of tenths of a nat (TRL#6789, verl#6240), and without
-    the temperature likewise (TRL#4159)."""
+    too. Were the support dropped, the same step would see a gap of tenths of a nat (TRL#6789, verl#6240), and
+    without the temperature likewise (TRL#4159). verl#6921: other tokens were trained on than were drawn, as text was
+    tokenized again."""
 
     def gap(temperature: float = TEMPERATURE, keep_support: bool = True) -> float:
         model, tokenizer = build_fresh(FreshModelConfig(), seed=0)

@@ -111,7 +111,8 @@ def partitions(num_items: int, num_bins: int) -> Iterator[tuple[int, ...]]:
 def test_step_agrees_with_the_papers_formula_at_every_row_budget(
     loss_mean: LossMean, num_minibatches: int, share: bool
 ):
-    """Sharing prompts or not, and as many microbatches as a budget of rows makes."""
+    """Sharing prompts or not, and as many microbatches as a budget of rows makes. TRL#4170: the loss was another one
+    without padding. verl#6401, verl#6689: with shared prompts the old log-probs were."""
     algorithm = algorithm_of(loss_mean, num_minibatches)
     counts: set[int] = set()
     for max_rows in (13, 20, 31, UNLIMITED):
@@ -167,7 +168,8 @@ def five_responses() -> tuple[RolloutGroup, ...]:
     ],
 )
 def test_every_way_of_cutting_five_responses(loss_mean: LossMean, share: bool):
-    """verl#6957: the mean must be over the step, not over the microbatch."""
+    """verl#6957: the mean must be over the step, not over the microbatch. verl#6268: nor may a label be wrong at the
+    edge of a piece."""
     algorithm = algorithm_of(loss_mean)
     by_hand = run_by_hand([five_responses()], algorithm)
     (update,) = plan(five_responses(), 1, share=share)

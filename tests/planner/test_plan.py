@@ -90,6 +90,7 @@ def check_plan(plan: StepPlan, lengths: Lengths, num_ranks: int, max_rows: int, 
 @settings(max_examples=300)
 @given(lengths_strategy, st.integers(1, 9), st.integers(70, 400), costs)
 def test_every_promise_holds(lengths: Lengths, num_ranks: int, max_rows: int, cost: CostModel):
+    """verl#559, verl#833: sizes that do not divide one another were an error, or NaN."""
     plan = plan_shapes(shapes_of(lengths), num_ranks=num_ranks, max_rows_per_microbatch=max_rows, cost=cost)
     check_plan(plan, lengths, num_ranks, max_rows, cost)
 
@@ -108,7 +109,8 @@ def test_a_group_that_fits_is_kept_whole(lengths: Lengths, num_ranks: int, max_r
 
 @given(lengths_strategy, st.integers(1, 4), st.integers(70, 200))
 def test_planned_rows_are_packed_rows(lengths: Lengths, num_ranks: int, max_rows: int):
-    """The units of the budget (verl#1524, verl#180): rows that `pack_groups` stores, prompt once for each part."""
+    """The units of the budget (verl#1524, verl#180): rows that `pack_groups` stores, prompt once for each part.
+    Arctic#84, Arctic#41: rows were padded to the configured maxima."""
     groups = groups_of(lengths)
     plan = plan_step(groups, num_ranks=num_ranks, max_rows_per_microbatch=max_rows)
     layouts = [

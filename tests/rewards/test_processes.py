@@ -167,6 +167,7 @@ def test_memory_is_capped_if_so_told(tmp_path: Path):
 
 
 def test_a_worker_that_ends_between_calls_is_replaced(tmp_path: Path):
+    """verifiers#1245: a dead sandbox was asked for ever."""
     source = (
         "import os, threading\ndef score(response):\n    threading.Timer(0.2, os._exit, [5]).start()\n    return 1\n"
     )

@@ -230,7 +230,8 @@ def test_the_trainers_model_is_left_as_it_was(build: Build, model: Qwen3ForCausa
 
 def test_new_weights_draw_from_the_next_token_on(build: Build, model: Qwen3ForCausalLM):
     """No stale cache is used: the same prompt is drawn as by an engine that never saw the old weights. The optimizer
-    writes in place; another trainer may put other Parameter objects in place, which are followed too (TRL#5312)."""
+    writes in place; another trainer may put other Parameter objects in place, which are followed too (TRL#5312,
+    TRL#5313)."""
     engine = build()
     prompts = make_prompts([40, 18])
     old = draw(engine, prompts, 3, TRAINING)

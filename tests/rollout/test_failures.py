@@ -36,6 +36,7 @@ def held_forward(engine: TransformersEngine) -> Iterator[None]:
 
 
 def test_a_failed_forward_pass_ends_every_call_with_its_cause(build: Build):
+    """TRL#7176: one failed generation was the end of the worker. Here the engine serves on."""
     engine = build()
     prompts = make_prompts([3, 20])
     num_passes = 0
@@ -99,7 +100,7 @@ def test_a_hung_forward_pass_is_a_named_timeout(build: Build):
 
 
 def test_waiting_for_a_hung_forward_pass_is_a_named_timeout(build: Build):
-    """TRL#6796: no join without a timeout. Whatever waits for a forward pass does not wait for ever."""
+    """TRL#6796, TRL#6872: no join without a timeout. Whatever waits for a forward pass does not wait for ever."""
     engine = build(timeout_s=0.2)
 
     async def run() -> None:
@@ -149,7 +150,8 @@ def test_a_pause_without_resume_is_a_named_timeout(build: Build):
 
 
 def test_waiting_for_ones_turn_is_no_stall(build: Build):
-    """The last group waits longer than the timeout, but others move."""
+    """The last group waits longer than the timeout, but others move. axolotl#3516: a limit for one call was applied to
+    many."""
     engine = build(timeout_s=0.6, max_concurrent_responses=1)
     engine._twin.register_forward_pre_hook(lambda *_: time.sleep(0.025))
     start = time.monotonic()
@@ -159,6 +161,7 @@ def test_waiting_for_ones_turn_is_no_stall(build: Build):
 
 
 def test_a_cancelled_call_is_withdrawn_and_frees_its_blocks(build: Build):
+    """TRL#7176: what nobody waited for any more went on."""
     engine = build()
     prompts = make_prompts([40, 20])
     sampling = SamplingParams(temperature=0.7, max_response_tokens=60)
@@ -194,6 +197,7 @@ def test_a_cache_that_does_not_fit_is_named(build: Build, monkeypatch: pytest.Mo
 def test_another_transformers_is_refused_by_name(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ):
+    """axolotl#3971: a private method got another parameter, and those who relied on it crashed."""
     monkeypatch.setattr(ModelRunner, "_sample", lambda self, probs: None)
     with pytest.raises(RolloutError, match=r"ModelRunner._sample .* takes \('self', 'probs'\).*>=5.17,<5.18"):
         build_engine(RolloutConfig(), model, tokenizer)

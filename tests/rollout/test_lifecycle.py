@@ -38,7 +38,8 @@ async def tokens_drawn(engine: TransformersEngine, num_tokens: int) -> None:
 
 
 def test_pause_draws_nothing_and_resume_goes_on(build: Build):
-    """verl#7207: a response that was interrupted keeps its token budget, and its draws."""
+    """verl#7207: a response that was interrupted keeps its token budget, and its draws. miles#2589, tpu-inference#3362,
+    halo#8: a pause aborted what was in flight."""
     engine = build()
     sampling = SamplingParams(max_response_tokens=30, temperature=0.7)
     prompts = make_prompts([20, 5])

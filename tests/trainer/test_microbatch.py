@@ -126,6 +126,7 @@ def test_a_microbatch_of_nothing_has_empty_vectors(loss_mean: LossMean):
 
 @pytest.mark.parametrize("loss_mean", ["sequence", "token", "constant"])
 def test_an_update_of_nothing_but_empty_responses_has_no_denominator_of_zero(loss_mean: LossMean):
+    """TRL#5826, TRL#5662: an empty mask became NaN."""
     (batch, _), *_ = all_microbatches(make_update([[0, 0], [0]]), loss_mean)
     assert batch.layout.num_scored == batch.loss_weights_M.numel() == 0
     assert batch.layout.num_sequences == 3

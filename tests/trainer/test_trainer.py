@@ -90,7 +90,8 @@ def test_reported_numbers_are_those_counted_by_hand(share: bool, max_rows: int, 
 
 
 def test_dedup_ratio_is_measured_on_what_ran():
-    """A prompt whose responses part into microbatches is computed in each of them."""
+    """A prompt whose responses part into microbatches is computed in each of them. TRL#3549, TRL#7328 ask for prompts
+    computed once."""
     rng = np.random.default_rng(0)
     responses = tuple(Response(rng.integers(3, VOCAB_SIZE, 4)) for _ in range(4))
     group = RolloutGroup(Prompt("p", rng.integers(3, VOCAB_SIZE, 20)), responses, advantages_N=np.arange(4) / 1.0)
@@ -108,6 +109,7 @@ def test_dedup_ratio_is_measured_on_what_ran():
 
 
 def test_old_logprobs_are_not_computed_where_they_are_the_policys_own(monkeypatch: pytest.MonkeyPatch):
+    """unsloth#6871, zoo#868, zoo#1019: a pass was made in every step, and thrown away."""
     passes = []
     monkeypatch.setattr(
         trainer_module,
@@ -165,6 +167,7 @@ def without_tokens() -> list[RolloutGroup]:
 
 @pytest.mark.parametrize("groups", [[], without_tokens()], ids=["no groups", "empty responses"])
 def test_a_step_without_loss_tokens_changes_nothing(groups: list[RolloutGroup]):
+    """TRL#5826, TRL#5662: a batch in which nothing was left to train on became NaN."""
     trainer = make_trainer()
     before = weights(trainer)
     result = trainer.step([update_of(groups)], learning_rate=0.1)

@@ -39,5 +39,6 @@ def test_silent_receiver_ends_the_run_by_name():
 
 
 def test_receivers_own_error_is_not_hidden():
+    """TRL#5892: a transfer that raised left a server half loaded."""
     with pytest.raises(ConnectionError, match="gone"):
         asyncio.run(publish({}, 3, [Receiver(error=ConnectionError("gone"))], timeout_s=1.0))
