@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ratoon.algorithms.advantages import (
+        are_equal,
         grpo_advantages,
         reinforce_advantages,
         reinforce_baseline_advantages,
@@ -41,6 +42,7 @@ _HOMES = {
     "Objective": "objective",
     "PolicyLoss": "losses",
     "ScoredTokens": "objective",
+    "are_equal": "advantages",
     "cispo_policy_loss": "losses",
     "clipped_policy_loss": "losses",
     "constant_weights": "aggregation",
@@ -72,6 +74,7 @@ __all__ = [
     "Objective",
     "PolicyLoss",
     "ScoredTokens",
+    "are_equal",
     "cispo_policy_loss",
     "clipped_policy_loss",
     "constant_weights",

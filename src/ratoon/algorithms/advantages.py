@@ -102,13 +102,25 @@ def _checked(rewards_N: ArrayLike) -> NDArray[np.float64]:
     return rewards
 
 
+def are_equal(rewards_N: ArrayLike) -> bool:
+    """Whether there is nothing to prefer among rewards: they differ by rounding at most, or there is one, or none.
+
+    Such rewards have advantages of exactly 0 when compared with each other.
+    """
+    scaled, _ = _scaled(np.asarray(rewards_N, np.float64))
+    return scaled.size < 2 or bool(np.ptp(scaled) <= _EQUAL_TO_ROUNDING * np.abs(scaled).max())
+
+
+def _scaled(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:
+    """Values over a power of two, and its exponent: near 1 without rounding, so that squares and sums stay finite."""
+    exponent = int(np.frexp(float(np.abs(values).max(initial=0.0)))[1])
+    return np.ldexp(values, -exponent), exponent
+
+
 def _centred(values: NDArray[np.float64], *, divide_by_std: bool) -> NDArray[np.float64]:
     """Values less their mean, exactly 0 where they are equal to rounding."""
-    largest = float(np.abs(values).max(initial=0.0))
-    # A power of two brings the values near 1 without rounding: squares of huge or tiny rewards stay finite.
-    exponent = int(np.frexp(largest)[1])
-    scaled = np.ldexp(values, -exponent)
-    if values.size < 2 or np.ptp(scaled) <= _EQUAL_TO_ROUNDING * np.abs(scaled).max():
+    if are_equal(values):
         return np.zeros(values.size)
+    scaled, exponent = _scaled(values)
     centred = scaled - scaled.mean()
     return centred / centred.std(ddof=1) if divide_by_std else np.ldexp(centred, exponent)

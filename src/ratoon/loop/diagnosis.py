@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ratoon.algorithms import are_equal
 from ratoon.config.stop import MIN_CYCLE_TOKENS
 from ratoon.metrics.rows import MetricValue
 from ratoon.types.rollouts import FinishReason, RolloutGroup
@@ -241,7 +242,8 @@ def useless_cause(facts: StepFacts) -> LossCause | None:
         return None
     nothing = "so the policy loss is 0 and nothing was learned"
     mean = "" if facts.reward_mean is None else f" (mean {facts.reward_mean:.3g})"
-    if facts.num_groups == N:
+    # A recipe that asks for one response a prompt compares them over the step, where equal rewards are the cause.
+    if facts.num_groups == N and facts.num_lost_responses:
         return LossCause(
             "groups of one",
             f"every group had one response, which has nothing to be compared with, {nothing}; "
@@ -314,7 +316,7 @@ def ends_in_cycle(token_ids: NDArray[np.int64]) -> bool:
 
 
 def _has_equal_rewards(group: RolloutGroup) -> bool:
-    return group.rewards_N is not None and np.ptp(group.rewards_N) == 0
+    return group.rewards_N is not None and are_equal(group.rewards_N)
 
 
 def _num_zero_advantages(group: RolloutGroup) -> int:

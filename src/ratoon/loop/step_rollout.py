@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ratoon.algorithms import are_equal
 from ratoon.config.recipe import Recipe
 from ratoon.data import PromptStream
 from ratoon.loop.repeats import tell_apart
@@ -24,14 +25,21 @@ class StepRollout:
     """What a step sampled, and what it trains on."""
 
     scored: ScoredGroups
-    """Every group that was sampled; one that lost all its responses is empty."""
+    """Every group that was sampled; one that lost all its responses is empty, or missing where the engine gave none."""
 
     groups: tuple[RolloutGroup, ...]
     """To train on, none of them empty. All that were sampled, or under dynamic sampling those that teach something."""
 
+    num_groups_asked: int
+    """Prompts taken for it, over all rounds."""
+
     num_responses_asked: int
     num_rounds: int
     """Rollouts it took; more than 1 under dynamic sampling only."""
+
+    num_groups_wanted: int
+    num_teaching: int | None
+    """Of `groups`, under dynamic sampling: all of them, or 0 where nothing that was sampled teaches."""
 
     @property
     def num_lost(self) -> int:
@@ -46,6 +54,19 @@ class StepRollout:
     @property
     def reward_std(self) -> float:
         return float(self._rewards.std()) if self._rewards.size else 0.0
+
+    def warnings(self) -> dict[str, str]:
+        """By a short name of its kind, a sentence about a step that dynamic sampling could not fill."""
+        if not self.num_teaching or self.num_teaching >= self.num_groups_wanted:
+            return {}  # a step of which nothing teaches is told of as any other
+        rounds = "1 round" if self.num_rounds == 1 else f"{self.num_rounds} rounds"
+        return {
+            "unfilled step": (
+                f"of {self.num_groups_asked} groups sampled in {rounds} only {self.num_teaching} had "
+                f"rewards that differ, and the step trains on these instead of {self.num_groups_wanted}; use easier or "
+                "harder prompts, a larger rollout.group_size or a finer reward, or raise algorithm.max_sampling_rounds"
+            )
+        }
 
     @property
     def _rewards(self) -> NDArray[np.float64]:
@@ -76,7 +97,7 @@ async def roll_out(
     seen: Counter[str | int] = Counter()
     parts: list[ScoredGroups] = []
     teaching: list[RolloutGroup] = []
-    num_asked, num_prompts = 0, wanted
+    num_groups_asked, num_prompts = 0, wanted
     for _ in range(recipe.algorithm.max_sampling_rounds or 1):
         enter("generate")
         with metrics.span("generate"):
@@ -87,19 +108,21 @@ async def roll_out(
         enter("reward")
         with metrics.span("reward"):
             parts.append(await rewards.score([group for group in generated if group.group_size]))
-        num_asked += num_prompts * rollout.group_size
+        num_groups_asked += num_prompts
         teaching += [group for group in parts[-1].groups if group.group_size and _teaches(group, recipe)]
         if len(teaching) >= wanted:
             break
-        share_that_teaches = len(teaching) * rollout.group_size / num_asked
-        num_prompts = _num_prompts_next(wanted - len(teaching), share_that_teaches, most=wanted)
+        num_prompts = _num_prompts_next(wanted - len(teaching), len(teaching) / num_groups_asked, most=wanted)
     scored = merge(parts)
     whole = [group for group in scored.groups if group.group_size]
     return StepRollout(
         scored=scored,
         groups=tuple(teaching[:wanted] or whole[:wanted]),
-        num_responses_asked=num_asked,
+        num_groups_asked=num_groups_asked,
+        num_responses_asked=num_groups_asked * rollout.group_size,
         num_rounds=len(parts),
+        num_groups_wanted=wanted,
+        num_teaching=min(len(teaching), wanted) if recipe.algorithm.dynamic_sampling else None,
     )
 
 
@@ -108,7 +131,7 @@ def _teaches(group: RolloutGroup, recipe: Recipe) -> bool:
     if not recipe.algorithm.dynamic_sampling:
         return True
     assert group.rewards_N is not None, "a scored group has rewards"
-    return bool(np.ptp(group.rewards_N) > 0)
+    return not are_equal(group.rewards_N)
 
 
 def _num_prompts_next(num_missing: int, share_that_teaches: float, *, most: int) -> int:

@@ -316,7 +316,7 @@ class SynchronousRun:
             **asdict(diagnosis),
             **rollout.scored.metrics(),
             num_sampling_rounds=rollout.num_rounds,
-            num_sampled_groups=len(rollout.scored.groups),
+            num_sampled_groups=rollout.num_groups_asked,
             num_generated_tokens=num_generated,
             **({"num_loss_tokens": 0} if result is None else self._update_figures(result)),
             planner_imbalance=max((update.plan.imbalance for update in updates), default=1.0),
@@ -338,7 +338,7 @@ class SynchronousRun:
         )
         facts = StepFacts.of(row.values)
         self._explain_zero_once(facts)
-        for kind, warning in (rollout.scored.warnings() | diagnosis.warnings(facts)).items():
+        for kind, warning in (rollout.scored.warnings() | rollout.warnings() | diagnosis.warnings(facts)).items():
             self.view.warn(warning, kind=kind)
         return facts
 
