@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from tests.rewards.pools import RUNS_THE_RESPONSE, group_of, open_pool, rewards_of
+from tests.rewards.pools import RUNS_THE_RESPONSE, group_of, open_pool, rewards_of, scored
 
 from ratoon.rewards import Cause, RewardPool
 from ratoon.types import RolloutGroup, UserError
@@ -246,6 +246,29 @@ def test_coroutines_fail_by_themselves(tmp_path: Path):
         found = pool.score_now([group_of(*texts)])
     assert rewards_of(found.groups[0]) == [float(text == "ok") for text in texts]
     assert found.failures.counts == {Cause.TIMEOUT: 3, Cause.RAISED: 1, Cause.DIED: 1}
+
+
+def test_coroutines_are_not_charged_for_each_others_time(tmp_path: Path):
+    """Twenty that each compute for a tenth of the limit keep one event loop for twice the limit: none is late."""
+    source = (
+        "import asyncio, time\n"
+        "async def score(response):\n"
+        "    for _ in range(4):\n"
+        "        time.sleep(0.0225)\n"
+        "        await asyncio.sleep(0)\n"
+        "    return 1\n"
+    )
+    with open_pool(tmp_path, source, on_failure="zero", timeout_s=0.9) as pool:
+        found = pool.score_now([group_of(*["ok"] * 20)])
+    assert found.failures.counts == {}
+    assert rewards_of(found.groups[0]) == [1.0] * 20
+
+
+@pytest.mark.parametrize("reading", ["0", "float('nan')", "'noon'"])
+def test_a_clock_that_the_function_replaces_is_its_own(tmp_path: Path, reading: str):
+    source = f"import time\ntime.perf_counter = lambda: {reading}\ndef score(response): return 1\n"
+    with open_pool(tmp_path, source) as pool:
+        assert scored(pool, "a", "b") == [1.0, 1.0]
 
 
 def hangs(count: int, share: float) -> tuple[list[RolloutGroup], int]:

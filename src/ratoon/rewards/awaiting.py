@@ -2,8 +2,9 @@
 
 import asyncio
 import inspect
-import time
-from collections.abc import Awaitable, Callable, Sequence
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from time import perf_counter  # its own name: a function may put a clock of its own into the module
 from typing import Any
 
 from ratoon.rewards.messages import WorkerCall
@@ -35,20 +36,73 @@ class Awaiter:
         start: Callable[[WorkerCall], Any],
         finish: Callable[[WorkerCall, Any, float], None],
     ) -> None:
+        turns = _Turns()
+
         async def call_one(call: WorkerCall) -> None:
-            started = time.perf_counter()
-            value = start(call)
+            clock = _Clock(turns)
+            value = clock.timed(start, call)
             if inspect.isawaitable(value):
-                running = asyncio.ensure_future(_caught(value))
-                await asyncio.wait({running}, timeout=call.limit_s)
+                running = asyncio.ensure_future(_metered(_caught(value), clock))
+                while not running.done() and (left_s := call.limit_s - clock.seconds) > 0:
+                    await asyncio.wait({running}, timeout=left_s)
                 if running.done():
                     value = running.result()
                 else:
                     running.cancel()  # it may take no notice: nobody waits for it
                     value = GivenUpError()
-            finish(call, value, time.perf_counter() - started)
+            finish(call, value, clock.seconds)
 
         await asyncio.wait([asyncio.ensure_future(call_one(call)) for call in calls])
+
+
+class _Turns:
+    """How long the calls of a chunk have kept the event loop to themselves, one at a time."""
+
+    seconds = 0.0
+
+
+class _Clock:
+    """Runs for one call, and stands still while another one keeps the loop: that is not this one's time."""
+
+    def __init__(self, turns: _Turns) -> None:
+        self._turns = turns
+        self._own_s = 0.0
+        self._others_began_at = turns.seconds
+        self._started = perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        others_s = self._turns.seconds - self._others_began_at - self._own_s
+        return perf_counter() - self._started - others_s
+
+    def timed(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function in this call's turn."""
+        began = perf_counter()
+        try:
+            return function(*arguments)
+        finally:
+            turn_s = perf_counter() - began
+            self._own_s += turn_s
+            self._turns.seconds += turn_s
+
+
+async def _metered(coroutine: Coroutine[Any, Any, Any], clock: _Clock) -> Any:
+    return await _in_turns(coroutine, clock)
+
+
+@types.coroutine
+def _in_turns(coroutine: Coroutine[Any, Any, Any], clock: _Clock) -> Generator[Any, Any, Any]:
+    """Awaits it, each of its steps a turn."""
+    step, argument = coroutine.send, None
+    while True:
+        try:
+            awaited = clock.timed(step, argument)
+        except StopIteration as end:
+            return end.value
+        try:
+            step, argument = coroutine.send, (yield awaited)
+        except BaseException as error:
+            step, argument = coroutine.throw, error
 
 
 async def _caught(awaitable: Awaitable[Any]) -> Any:

@@ -1,5 +1,6 @@
 """A thread that hands calls to worker processes, ends those that take too long, and starts others in their place."""
 
+import math
 import os
 import selectors
 import threading
@@ -239,7 +240,7 @@ class Scheduler:
                     self._greet(worker, kinds)
                 case ["refused", str() as message] if not worker.is_ready:
                     self._fail(message)
-                case [int() as call_id, float() as seconds, list() as outcomes]:
+                case [int() as call_id, float() as seconds, list() as outcomes] if math.isfinite(seconds):
                     self._take_answer(worker, call_id, seconds, outcomes)
                 case _:
                     worker.refuse()

@@ -14,11 +14,11 @@ import pickle
 import resource
 import signal
 import sys
-import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from time import perf_counter  # its own name: a function may put a clock of its own into the module
 from typing import TYPE_CHECKING, Any
 
 from ratoon.data.rows import short_repr
@@ -137,11 +137,11 @@ class _Worker:
             line = line[os.write(self._reply_fd, line) :]
 
     def _call(self, call: WorkerCall) -> None:
-        started = time.perf_counter()
+        started = perf_counter()
         value = self._start(call)
         if inspect.isawaitable(value):
             value = self._awaiter().value_of(value)
-        self._finish(call, value, time.perf_counter() - started)
+        self._finish(call, value, perf_counter() - started)
 
     def _start(self, call: WorkerCall) -> Any:
         """What the function returns, perhaps an awaitable; an exception that it raises is returned too."""
