@@ -131,6 +131,7 @@ def test_run_with_adapters(evaluate: Eval, tmp_path: Path):
     [
         (["nowhere"], ["nowhere is not a folder", "runs/NAME"]),
         (["EMPTY"], ["neither a run", "nor a model"]),
+        (["/"], ["neither a run", "nor a model"]),
         (["MODEL"], ["model folder", "no data and no reward", "--data and --reward", "--recipe"]),
         (["MODEL", "--data", "words.jsonl"], ["no reward", "--reward"]),
         (["MODEL", "--best", "--data", "words.jsonl"], ["--best", "no run folder"]),
@@ -169,6 +170,29 @@ def test_prompt_that_the_model_cannot_hold_is_named(run: Path, evaluate: Eval, t
     assert status == 2
     assert "long.jsonl" in err
     assert "Traceback" not in err
+
+
+def test_run_evaluated_from_another_folder_is_told_where_its_files_are_looked_for(
+    run: Path, evaluate: Eval, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    status, _, err = evaluate(run)
+    assert status == 2
+    assert "words.jsonl does not exist" in err and "relative to the current folder" in err and "--recipe" in err
+    assert evaluate(run, "--recipe", trained / "recipe.toml")[0] == 0
+
+
+def test_damaged_checkpoint_is_refused(run: Path, evaluate: Eval, tmp_path: Path):
+    """One bit of a weight: it loads, and measures another model."""
+    copy = tmp_path / "run" / "checkpoints" / "step-000006"
+    shutil.copytree(run / "checkpoints" / "step-000006", copy)
+    shutil.copy(run / "recipe.toml", tmp_path / "run")
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-40] ^= 0x40
+    (copy / "model.safetensors").write_bytes(weights)
+    status, out, err = evaluate(copy)
+    assert (status, out) == (2, "")
+    assert "step-000006 is damaged: model.safetensors has other contents" in err
 
 
 def test_run_without_a_checkpoint(run: Path, evaluate: Eval, tmp_path: Path):

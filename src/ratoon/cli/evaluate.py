@@ -91,6 +91,8 @@ def _run(known: argparse.Namespace, overrides: Sequence[str]) -> int:
     except RolloutError as error:
         complain("eval", error)
         return 1
+    except UserError as error:
+        raise UserError(_said_of_here(str(error), known, subject)) from None
     if known.out is not None:
         from ratoon.trainer.checkpoint import checkpoint_step
 
@@ -105,6 +107,16 @@ def _run(known: argparse.Namespace, overrides: Sequence[str]) -> int:
         if known.out is not None:
             print(f"  {'responses':<22} {known.out}")
     return 0
+
+
+def _said_of_here(text: str, known: argparse.Namespace, subject: _Subject) -> str:
+    """Without --recipe, files are looked for from here, also those that the recipe of a run names."""
+    if known.recipe is not None:
+        return text
+    here = "paths are relative to the current folder"
+    if subject.recipe is not None:
+        here += ": start the command in the folder of the run's recipe, or name that recipe with --recipe"
+    return text.replace("paths are relative to the recipe", here)
 
 
 def _warn(text: str) -> None:
@@ -124,9 +136,15 @@ def _subject(path: Path, *, best: bool) -> _Subject:
         return _Subject(checkpoint=checkpoint, recipe=path / "recipe.toml")
     if best:
         raise UserError(f"--best chooses among the checkpoints of a run, and {path} is no run folder; leave it out")
-    run_recipe = path.absolute().parents[1] / "recipe.toml"
-    if (path / "manifest.json").is_file() and run_recipe.is_file():
-        return _Subject(checkpoint=path, recipe=run_recipe)
+    if (path / "manifest.json").is_file():
+        from ratoon.trainer.checkpoint import find_damage
+
+        damage = find_damage(path)
+        if damage is not None:
+            raise UserError(f"checkpoint {path} is damaged: {damage}; give another, or the run folder for its newest")
+        run_recipe = path.absolute().parent.parent / "recipe.toml"
+        if run_recipe.is_file():
+            return _Subject(checkpoint=path, recipe=run_recipe)
     if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise UserError(f"{path} holds neither a run (recipe.toml) nor a model (config.json); give another folder")
     return _Subject(checkpoint=None, recipe=None)
