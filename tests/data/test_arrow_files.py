@@ -121,6 +121,14 @@ def test_values_that_python_cannot_hold_are_named(tmp_path: Path):
         read(path)
 
 
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
+def test_a_time_zone_that_nobody_knows_is_named(tmp_path: Path, name: str):
+    when = pa.array([0, 1], pa.timestamp("us", tz="Atlantis/Poseidonis"))
+    path = write(tmp_path / name, pa.table({"prompt": ["a", "b"], "answer": ["1", "2"], "when": when}))
+    with pytest.raises(UserError, match=r'row 1: column "when" .*Poseidonis.*convert or remove that column'):
+        read(path)
+
+
 def test_a_column_twice_is_refused(tmp_path: Path):
     table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
     for name in ("rows.parquet", "rows.arrow"):

@@ -63,6 +63,10 @@ GOOD = b'{"prompt": "a", "answer": "b"}\n'
         (b'{"prompt": "a\\ud83d", "answer": "b"}', ["rows.jsonl:2", "surrogate", "prompt"]),
         (b'{"prompt": "a", "answer": "\\ud83d"}', ["rows.jsonl:2", "surrogate", "answer"]),
         (b'{"prompt": "a", "answer": "b", "note": "\\udc00"}', ["line 2", "surrogate", "'note'"]),
+        (
+            b'{"prompt": "a", "answer": "b", "n": ' + b'[{"x": ' * 60 + b"1" + b"}]" * 60 + b"}",
+            ["line 2", "'n'", "more than 100 deep", "remove that column"],
+        ),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, line: bytes, wanted: list[str]):

@@ -86,12 +86,12 @@ def _rows(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, 
 def _python_rows(path: Path, batch: pa.RecordBatch, first: int) -> list[dict[str, Any]]:
     try:
         return batch.to_pylist()
-    except (ValueError, OverflowError):  # text that is not UTF-8, nanoseconds, years after 9999
+    except Exception:  # text that is not UTF-8, nanoseconds, years after 9999, time zones that nobody knows
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             for number, value in enumerate(column, start=first):
                 try:
                     value.as_py()
-                except (ValueError, OverflowError) as error:
+                except Exception as error:
                     raise UserError(
                         f'{path}, row {number}: column "{name}" ({value.type}) holds a value that Python cannot '
                         f"read: {cause_of(error)}; convert or remove that column"

@@ -10,6 +10,9 @@ from ratoon.data.conversations import parse_conversation
 from ratoon.data.rows import SOURCE_KEY, SourceRow, is_unicode, name_some, short_repr
 from ratoon.types.errors import UserError
 
+_MAX_DEPTH = 100
+"""Of lists and objects inside each other: what copies and sends rows descends by recursion."""
+
 _MEDIA_KEYS = frozenset({"bytes", "path"})
 """Of the struct in which datasets keep images and sound."""
 
@@ -93,9 +96,28 @@ def _check_other(key: str, value: Any, where: str) -> None:
         raise UserError(
             f"{where}: column {short_repr(key)} holds half of a surrogate pair, which is no character; repair it"
         )
+    if _is_deeper(value, _MAX_DEPTH):
+        raise UserError(
+            f"{where}: column {short_repr(key)} holds lists or objects more than {_MAX_DEPTH} deep in each other; "
+            "flatten or remove that column"
+        )
     items = cast(list[Any], value) if isinstance(value, list) else [value]
     if items and isinstance(items[0], dict) and cast(dict[Any, Any], items[0]).keys() == _MEDIA_KEYS:
         raise UserError(
             f'{where}: column "{key}" holds media (bytes and path); prompts are text only: if they make sense without '
             "it, remove the column"
         )
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    """Whether more than `limit` lists and objects stand in each other."""
+    level: list[Any] = [value]
+    for _ in range(limit + 1):
+        level = [item for outer in level if isinstance(outer, dict | list | tuple) for item in _items(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _items(outer: Any) -> Any:
+    return cast(dict[Any, Any], outer).values() if isinstance(outer, dict) else outer

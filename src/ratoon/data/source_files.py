@@ -54,7 +54,7 @@ def find_files(source: Source, *, base_dir: Path) -> list[tuple[Path, str]]:
     path = resolve_path(source.source, base_dir=base_dir, key=key)
     if path.is_dir():
         paths, root = split_files(path, source.split, key=source.key), path
-    elif path.exists():
+    elif path.exists() or path.is_symlink():
         return [(_checked(path, key), source.name)]
     elif any(sign in source.source for sign in _MAGIC):
         paths, root = _matching(source.source, base_dir, key)
@@ -88,6 +88,8 @@ def _format(path: Path) -> tuple[str, Read]:
 
 
 def _checked(path: Path, key: str) -> Path:
+    if not path.exists():
+        raise UserError(f"{key} {path} is a link to {path.readlink()}, which does not exist; mend or remove the link")
     if not path.is_file():
         raise UserError(f"{key} {path} is not a regular file, which can be read again to resume; save it as one")
     if not path.name.endswith(FILE_SUFFIXES):
