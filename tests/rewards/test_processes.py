@@ -13,8 +13,10 @@ import pytest
 from tests.rewards.pools import RUNS_THE_RESPONSE, group_of, open_pool, rewards_of, scored
 
 import ratoon
-from ratoon.rewards import Cause
+from ratoon.rewards import Cause, RewardConfig
+from ratoon.rewards.messages import Orders, to_frame
 from ratoon.rewards.pool import default_num_workers
+from ratoon.rewards.worker_process import WorkerProcess
 from ratoon.types import UserError
 
 SOURCE_FOLDER = Path(ratoon.__file__).parents[1]
@@ -140,6 +142,22 @@ def test_no_worker_outlives_the_run(tmp_path: Path, what: str):
     assert len(workers) == (0 if what == "leave" else 2)
     assert wait_until(lambda: not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers))
     assert wait_until(lambda: not processes_marked(mark))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signals for a pipe that is hung up")
+def test_a_worker_that_is_still_starting_does_not_outlive_the_run(tmp_path: Path):
+    """The run ends before its new worker has asked the kernel for anything, and the user's file takes long to load."""
+    (tmp_path / "mine.py").write_text("import time\ntime.sleep(1000)\ndef score(response): return 1\n")
+    specs = RewardConfig(function="python:mine.py:score").specs
+    worker = WorkerProcess(to_frame(Orders(specs, str(tmp_path), timeout_s=1.0, max_memory_bytes=None)))
+    worker.send()
+    try:
+        for fd in worker.fds:
+            os.close(fd)
+        assert worker.process.wait(10) in (0, -signal.SIGKILL)
+    finally:
+        worker.process.kill()
+        worker.process.wait()
 
 
 def test_main_is_not_imported_again(tmp_path: Path):

@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import resource
+import select
 import signal
 import sys
 import traceback
@@ -94,6 +95,10 @@ def _die_with_the_run(lifeline_fd: int) -> None:
         fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
+    lifeline = select.poll()
+    lifeline.register(lifeline_fd, 0)
+    if lifeline.poll(0):  # hung up before anybody watched it: the run ended while this interpreter started
+        os._exit(0)
     with suppress(OSError):  # out of memory, the kernel shall choose a worker and not the trainer
         Path("/proc/self/oom_score_adj").write_text("1000")
 
