@@ -112,6 +112,22 @@ def test_changed_user_file_is_warned_of_on_resume(tiny: TinyRun):
     assert "the Python file that reward.function names has changed since the checkpoint of step 3" in warned.out
 
 
+def test_changed_filter_and_demonstrations_are_told_of_for_what_they_do(tiny: TinyRun):
+    """A filter that lets other prompts through ends the run by name, and the file that did it is named before."""
+    (tiny.folder / "keep.py").write_text("def keep(prompt):\n    return True\n")
+    (tiny.folder / "show.py").write_text("def show(prompt):\n    return prompt\n")
+    arguments = ("--data.filter=python:keep.py:keep", "--sft.demonstrations=python:show.py:show")
+    assert tiny.train(*arguments, "--trainer.num_steps=2").status == 0
+    (tiny.folder / "show.py").write_text("def show(prompt):\n    return prompt[::-1]\n")
+    shown = tiny.train(*arguments, "--trainer.num_steps=3").out
+    assert "sft.demonstrations names has changed since the checkpoint of step 2: the warm start followed" in shown
+    assert "steps from here on" not in shown
+    (tiny.folder / "keep.py").write_text("def keep(prompt):\n    return not prompt.startswith('a')\n")
+    refused = tiny.train(*arguments, "--trainer.num_steps=4")
+    assert refused.status == 2 and "with other prompts" in refused.err
+    assert "the Python file that data.filter names has changed" in refused.out
+
+
 def test_edited_metrics_rows_do_not_break_the_final_page(tiny: TinyRun):
     tiny.train("--trainer.num_steps=1")
     with (tiny.run_dir / "metrics.jsonl").open("a") as file:

@@ -1,7 +1,7 @@
 """The synchronous loop: generate, score, compare, plan, update, publish; one policy version a step."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -85,18 +85,25 @@ class SynchronousRun:
         saved = load_checkpoint(checkpoint)
         self.trainer.optimizer.load_state_dict(saved.state["optimizer"])
         restore_rng(saved.state["rng"])
+        self._warn_of_changed_files(saved.step, saved.position.get("user_files", {}))
         self.prompts.restore(StreamState(**saved.position["prompts"]))
-        for key, digest in saved.position.get("user_files", {}).items():
-            if self.inputs.user_files.get(key, digest) != digest:
-                self.view.warn(
-                    f"the Python file that {key} names has changed since the checkpoint of step {saved.step}: "
-                    "steps from here on follow the new one, those before followed the old one"
-                )
         self.num_steps_done = saved.step
         self.newest_checkpoint = checkpoint
         self.metrics.truncate_after(saved.step)
         self.folder.remove_rollouts_after(saved.step)
         await self._publish()
+
+    def _warn_of_changed_files(self, step: int, digests: Mapping[str, str]) -> None:
+        for key, digest in digests.items():
+            if self.inputs.user_files.get(key, digest) != digest:
+                fate = (
+                    "the warm start followed the old one, and is not made again"
+                    if key.startswith("sft.")
+                    else "steps from here on follow the new one, those before followed the old one"
+                )
+                self.view.warn(
+                    f"the Python file that {key} names has changed since the checkpoint of step {step}: {fate}"
+                )
 
     def warm_start(self) -> bool:
         """The supervised stage: cross-entropy on the demonstrations, with an optimizer of its own.
