@@ -11,7 +11,7 @@ from tests.docs.test_metrics_reference import PAGE, documented
 from tests.loop.tiny_run import TinyRun, metrics_rows
 
 from ratoon.config import Recipe
-from ratoon.data import PromptStream
+from ratoon.data import SOURCE_KEY, PromptStream
 from ratoon.loop.step_rollout import StepRollout, roll_out, without_truncated
 from ratoon.metrics import MetricsLog
 from ratoon.rewards import RewardPool, ScoredGroups
@@ -183,3 +183,22 @@ def test_every_name_in_a_training_row_is_explained(tiny: TinyRun):
     assert {name for name in names if not name.startswith("seconds_in_")} - documented(
         "Rows of a training step"
     ) == set()
+
+
+def test_rewards_are_told_by_source():
+    def group(source: str, rewards: Sequence[float]) -> RolloutGroup:
+        prompt = Prompt(source, [1], metadata={SOURCE_KEY: source})
+        return RolloutGroup(prompt, [Response([1])] * len(rewards), np.array(rewards, float))
+
+    groups = (group("a", [0, 1, 1]), group("b", []), group("c", [4]), group("a", [0]))
+    rollout = StepRollout(
+        scored=ScoredGroups(groups=groups, failures=RewardFailures()),
+        groups=groups,
+        num_groups_asked=4,
+        num_responses_asked=12,
+        num_rounds=1,
+        num_groups_wanted=4,
+        num_teaching=None,
+    )
+    assert rollout.reward_mean_by_source == {"a": 0.5, "c": 4.0}, "over responses; one that lost all of them has none"
+    assert rollout.num_lost == 7

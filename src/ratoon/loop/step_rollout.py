@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ratoon.algorithms import are_equal
 from ratoon.config.recipe import Recipe
-from ratoon.data import PromptStream
+from ratoon.data import SOURCE_KEY, PromptStream
 from ratoon.loop.repeats import tell_apart
 from ratoon.loop.stages import generate_groups
 from ratoon.metrics import MetricsLog
@@ -54,6 +54,15 @@ class StepRollout:
     @property
     def reward_std(self) -> float:
         return float(self._rewards.std()) if self._rewards.size else 0.0
+
+    @property
+    def reward_mean_by_source(self) -> dict[str, float]:
+        """By its name, where the recipe has several sources: what the policy earns on its prompts."""
+        found: dict[str, list[NDArray[np.float64]]] = {}
+        for group in self.scored.groups:
+            if SOURCE_KEY in group.prompt.metadata and group.rewards_N is not None and group.group_size:
+                found.setdefault(str(group.prompt.metadata[SOURCE_KEY]), []).append(group.rewards_N)
+        return {name: float(np.concatenate(rewards).mean()) for name, rewards in found.items()}
 
     def warnings(self) -> dict[str, str]:
         """By a short name of its kind, a sentence about a step that dynamic sampling could not fill."""

@@ -29,7 +29,7 @@ from ratoon.planner import CostModel, peak_tflops
 from ratoon.rollout import RolloutEngine
 from ratoon.trainer import MasterOptimizer, StepResult, Trainer, Update
 from ratoon.trainer.best_checkpoint import best_step
-from ratoon.trainer.checkpoint import load_checkpoint, require_free_bytes, save_checkpoint
+from ratoon.trainer.checkpoint import checkpoint_step, load_checkpoint, require_free_bytes, save_checkpoint
 from ratoon.trainer.model_folder import model_file_bytes, save_model
 from ratoon.trainer.optimizer import learning_rate_at, scheduled_rate
 from ratoon.trainer.reference import ReferenceScore
@@ -164,15 +164,16 @@ class SynchronousRun:
         """Generate, score, compare, plan, update, publish."""
         recipe = self.recipe
         started = time.perf_counter()
-        rollout = await roll_out(
-            step,
-            recipe=recipe,
-            prompts=self.prompts,
-            engine=self.engine,
-            rewards=self.inputs.rewards,
-            metrics=self.metrics,
-            enter=self.view.phase,
-        )
+        with self._saved_if_it_fails():
+            rollout = await roll_out(
+                step,
+                recipe=recipe,
+                prompts=self.prompts,
+                engine=self.engine,
+                rewards=self.inputs.rewards,
+                metrics=self.metrics,
+                enter=self.view.phase,
+            )
         kl = self._kl_in_rewards(rollout.groups)
         penalties = None if kl is None else [recipe.algorithm.kl_coefficient * kl_N for kl_N in kl]
         groups = attach_advantages(rollout.groups, recipe.algorithm, penalties=penalties)
@@ -241,6 +242,22 @@ class SynchronousRun:
                 keep_last=self.recipe.trainer.keep_checkpoints,
                 keep_steps=() if best is None else (best,),
             )
+
+    @contextmanager
+    def _saved_if_it_fails(self) -> Iterator[None]:
+        """Around what changes no weights: the steps done are not lost where a reward or the engine ends the run."""
+        prompts = self.prompts.state()
+        try:
+            yield
+        except Exception:
+            newest = self.newest_checkpoint
+            if newest is None or checkpoint_step(newest) != self.num_steps_done:
+                self.prompts.restore(prompts)
+                try:
+                    self.save()
+                except Exception as failure:  # the first failure is the cause
+                    self.view.warn(f"the steps since the last checkpoint could not be saved either: {failure}")
+            raise
 
     def _best_step(self) -> int | None:
         """The best step that has a checkpoint, this one counted as if it had."""
@@ -322,6 +339,7 @@ class SynchronousRun:
             "train",
             **asdict(diagnosis),
             **rollout.scored.metrics(),
+            **{f"reward_of_{name}": mean for name, mean in rollout.reward_mean_by_source.items()},
             num_sampling_rounds=rollout.num_rounds,
             num_sampled_groups=rollout.num_groups_asked,
             num_generated_tokens=num_generated,
