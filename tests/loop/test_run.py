@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -236,6 +237,40 @@ def test_failing_reward_ends_the_run_with_its_cause_and_the_run_goes_on_once_men
     assert "Traceback" in (tiny.run_dir / "run.log").read_text()
     assert tiny.train().status == 0
     assert traces(tiny.run_dir) == traces(undisturbed)
+
+
+def test_failing_reward_loses_none_of_the_steps_before_it(tiny: TinyRun, undisturbed: Path):
+    tiny.trigger(after_scores=3 + 3 * SCORES_PER_STEP + 1, action="raise")
+    assert tiny.train("--trainer.checkpoint_every_steps=50").status == 2
+    assert sorted((tiny.run_dir / "checkpoints").iterdir())[-1].name == "step-000003"
+    resumed = tiny.train("--trainer.checkpoint_every_steps=50")
+    assert resumed.status == 0
+    assert "resuming after step 3" in resumed.out
+    assert traces(tiny.run_dir) == traces(undisturbed)
+
+
+def test_failing_reward_is_the_cause_though_nothing_can_be_saved(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch):
+    save_checkpoint = synchronous.save_checkpoint
+
+    def save(folder: Path, step: int, **parts: Any) -> Path:
+        if step == 3:
+            raise OSError("the disk is on fire")
+        return save_checkpoint(folder, step, **parts)
+
+    monkeypatch.setattr(synchronous, "save_checkpoint", save)
+    tiny.trigger(after_scores=3 + 3 * SCORES_PER_STEP + 1, action="raise")
+    failed = tiny.train("--trainer.checkpoint_every_steps=50")
+    assert failed.status == 2
+    assert "KeyError" in failed.err
+    assert "could not be saved either: the disk is on fire" in failed.out
+
+
+def test_evaluation_that_lost_every_response_has_no_reward_to_show(tiny: TinyRun):
+    (tiny.folder / "reward.py").write_text("def score(response):\n    raise ValueError\n")
+    outcome = tiny.train("--trainer.num_steps=1", "--reward.on_failure=drop")
+    assert outcome.status == 0
+    (line,) = [line for line in outcome.out.splitlines() if line.strip().startswith("held-out reward   ")]
+    assert line.split() == ["held-out", "reward", "not", "evaluated"]
 
 
 def test_failing_engine_ends_the_run_with_its_cause(tiny: TinyRun, undisturbed: Path, monkeypatch: pytest.MonkeyPatch):

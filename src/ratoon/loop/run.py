@@ -242,8 +242,8 @@ def _summary(
         num_logical_tokens=_total(steps, "num_logical_tokens"),
         num_computed_rows=_total(steps, "num_rows"),
         num_response_tokens=_total(steps, "num_generated_tokens"),
-        reward_before=None if before is None else _number(before, "reward_mean"),
-        reward_after=None if after is None else _number(after, "reward_mean"),
+        reward_before=_heldout_reward(before),
+        reward_after=_heldout_reward(after),
         num_heldout_responses=0 if before is None else int(_number(before, "num_responses")),
         checkpoint=None if run.newest_checkpoint is None else folder.shown(run.newest_checkpoint),
         best_checkpoint=_best_checkpoint(recipe, folder),
@@ -258,6 +258,11 @@ def _best_checkpoint(recipe: Recipe, folder: RunFolder) -> Path | None:
 
 def _total(rows: Sequence[Mapping[str, MetricValue]], name: str) -> int:
     return sum(int(_number(row, name)) for row in rows)
+
+
+def _heldout_reward(row: Mapping[str, MetricValue] | None) -> float | None:
+    """None where nothing was evaluated, or every response was lost."""
+    return None if row is None or _number(row, "num_responses") == 0 else _number(row, "reward_mean")
 
 
 def _number(row: Mapping[str, MetricValue], name: str) -> float:
