@@ -18,6 +18,9 @@ from ratoon.types.errors import UserError
 
 Table = dict[str, Any]
 
+_TOML_WORDS = {"tuple_type": "a list", "model_type": "a table", "dict_type": "a table"}
+"""By pydantic's type of error, what a recipe calls the Python type that its message asks for."""
+
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in `path` with `overrides` (`--a.b=v` or `--a.b v`) laid over it.
@@ -160,7 +163,7 @@ def _sentences(error: ValidationError) -> Iterator[str]:
 
 def _sentence(detail: ErrorDetails) -> str:
     location = [part for part in detail["loc"] if isinstance(part, str)]
-    key = ".".join(location)
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"]).removeprefix(".")
     got = _shown(detail["input"])
     section, name = _section_of(location[:-1]), location[-1] if location else ""
     if detail["type"] == "extra_forbidden":
@@ -170,10 +173,8 @@ def _sentence(detail: ErrorDetails) -> str:
         where = f"[{'.'.join(location[:-1])}]" if location[1:] else "a recipe"
         return f"{key} = {got} is not a key of {where}.{meant} Allowed: {', '.join(allowed)}."
     allowed = _allowed_values(section, name)
-    indices = [part for part in detail["loc"] if isinstance(part, int)]
-    if detail["type"] == "missing" and indices:
-        return f"{key} = {got} is too short." + (f" Allowed: {allowed}." if allowed else "")
-    key += "".join(f"[{index}]" for index in indices)
+    if detail["type"] == "missing" and isinstance(detail["loc"][-1], int):  # of a list of fixed length
+        return f"{'.'.join(location)} = {got} is too short." + (f" Allowed: {allowed}." if allowed else "")
     if detail["type"] == "missing":
         described = section.model_fields[name].description if section and name in section.model_fields else None
         return f"{key} is missing and has no default." + (f" It is: {described}" if described else "")
@@ -191,6 +192,8 @@ def _keys_named(name: str) -> list[str]:
 
 
 def _reason(detail: ErrorDetails) -> str:
+    if detail["type"] in _TOML_WORDS:
+        return f"input should be {_TOML_WORDS[detail['type']]}"
     reason = detail["msg"].removeprefix("Value error, ")
     return (reason[0].lower() + reason[1:] if reason.startswith("Input should") else reason).rstrip(".")
 
