@@ -2,10 +2,12 @@
 
 import shutil
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
-from tests.loop.tiny_run import TinyRun, metrics_rows, snapshot
+from tests.loop.run_process import cost, start
+from tests.loop.tiny_run import VARIANTS, TinyRun, metrics_rows, snapshot, traces, write_tiny_recipe
 
 PENALTY = "--algorithm.kl_coefficient=0.1"
 
@@ -53,3 +55,28 @@ def test_reference_is_the_policy_as_reinforcement_learning_begins(tiny: TinyRun,
     first, *others = (row["kl_ref_mean"] for row in metrics_rows(tiny.run_dir, "train"))
     assert first == pytest.approx(0, abs=1e-10)
     assert all(kl > 1e-9 for kl in others)
+
+
+@pytest.mark.parametrize(
+    "share", [0.5, *(pytest.param(share, marks=pytest.mark.full) for share in (0.0, 0.2, 0.8, 1.0))]
+)
+def test_killed_while_the_reference_is_written(
+    tiny: TinyRun,
+    forks: ForkServerContext,
+    undisturbed_of: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    share: float,
+):
+    arguments = VARIANTS["everything at once"]
+    whole = TinyRun(tmp_path_factory.mktemp("whole"), tiny.main)
+    write_tiny_recipe(whole.folder)
+    start(forks, whole, *arguments).join(timeout=120)
+    touches = [number for number, (_, path) in enumerate(cost(whole)[1]) if "reference" in path]
+    process = start(forks, tiny, *arguments, die_at_touch=touches[round(share * (len(touches) - 1))])
+    process.join(timeout=120)
+    assert process.exitcode == -9, (tiny.folder / "output").read_text()
+    outcome = tiny.train(*arguments)
+    assert (outcome.status, outcome.err) == (0, "")
+    undisturbed = undisturbed_of("everything at once")
+    assert traces(tiny.run_dir) == traces(undisturbed)
+    assert {path.name for path in tiny.run_dir.iterdir()} == {path.name for path in undisturbed.iterdir()}

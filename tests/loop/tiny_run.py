@@ -99,6 +99,19 @@ VARIANTS = {
     "reference model": ("--algorithm.kl_coefficient=0.1", "--algorithm.num_minibatches=2"),
     "dynamic sampling": ("--algorithm.name=dapo", "--rollout.group_size=2", "--rollout.temperature=0.3"),
     "adapters and their reference": ("--model.lora.rank=2", "--algorithm.kl_coefficient=0.1"),
+    "a penalty in the reward": (
+        "--algorithm.name=rloo", "--algorithm.kl_coefficient=0.1", "--planner.share_prompts=false",
+    ),
+    "everything at once": (
+        "--algorithm.name=dapo", "--algorithm.num_minibatches=2", "--algorithm.kl_coefficient=0.1",
+        "--algorithm.mask_truncated=true", "--algorithm.mismatch_correction=token-tis", "--model.lora.rank=2",
+        "--rollout.top_k=4", "--evaluation.every_steps=1", "--evaluation.keep_best=true",
+        "--trainer.keep_checkpoints=1",
+    ),
+    "two sources by weight": (
+        "--data={sources=[{source='words.jsonl',weight=2.0},{source='others.jsonl',weight=1.0}],"
+        "num_heldout=3,chat_template=false}",
+    ),
     "uneven epochs, every step saved": (
         "--data.num_heldout=4", "--trainer.checkpoint_every_steps=1", "--evaluation.every_steps=2",
     ),
@@ -148,6 +161,7 @@ def write_tiny_recipe(folder: Path) -> None:
     (folder / "reward.py").write_text(REWARD)
     rows = [json.dumps({"prompt": word, "answer": word[::-1], "kind": "word"}) for word in WORDS]
     (folder / "words.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "others.jsonl").write_text("".join(f"{row}\n" for row in rows[5:]).replace('"prompt": "', '"prompt": "h'))
 
 
 def metrics_rows(run_dir: Path, phase: str) -> list[dict[str, Any]]:
