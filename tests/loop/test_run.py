@@ -249,6 +249,19 @@ def test_failing_reward_loses_none_of_the_steps_before_it(tiny: TinyRun, undistu
     assert traces(tiny.run_dir) == traces(undisturbed)
 
 
+def test_failing_reward_in_an_evaluation_loses_no_step_and_the_evaluation_is_made_up_for(
+    tiny: TinyRun, undisturbed: Path
+):
+    every = ("--evaluation.every_steps=3", "--trainer.checkpoint_every_steps=50")
+    tiny.trigger(after_scores=3 + 3 * SCORES_PER_STEP + 1, action="raise")  # the evaluation after step 3
+    assert tiny.train(*every).status == 2
+    assert sorted((tiny.run_dir / "checkpoints").iterdir())[-1].name == "step-000003"
+    assert [row["step"] for row in metrics_rows(tiny.run_dir, "evaluate")] == [0]
+    assert tiny.train(*every).status == 0
+    assert [row["step"] for row in metrics_rows(tiny.run_dir, "evaluate")] == [0, 3, 6]
+    assert traces(tiny.run_dir)["files"] == traces(undisturbed)["files"]
+
+
 def test_failing_reward_is_the_cause_though_nothing_can_be_saved(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch):
     save_checkpoint = synchronous.save_checkpoint
 

@@ -187,8 +187,8 @@ def test_every_name_in_a_training_row_is_explained(tiny: TinyRun):
 
 def test_rewards_are_told_by_source():
     def group(source: str, rewards: Sequence[float]) -> RolloutGroup:
-        prompt = Prompt(source, [1], metadata={SOURCE_KEY: source})
-        return RolloutGroup(prompt, [Response([1])] * len(rewards), np.array(rewards, float))
+        prompt = Prompt(source, np.array([1]), metadata={SOURCE_KEY: source})
+        return RolloutGroup(prompt, (Response(np.array([1])),) * len(rewards), np.array(rewards, float))
 
     groups = (group("a", [0, 1, 1]), group("b", []), group("c", [4]), group("a", [0]))
     rollout = StepRollout(

@@ -3,6 +3,7 @@
 import sys
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,7 +19,7 @@ def write_model(folder: Path, step: int) -> None:
     save_file({"weight": torch.full((NUM_ELEMENTS,), float(step))}, folder / "model.safetensors")
 
 
-def write(folder: Path, step: int, **keywords: int) -> Path:
+def write(folder: Path, step: int, **keywords: Any) -> Path:
     """Step `step`'s checkpoint; every tensor and number in it is `step`."""
     return save_checkpoint(
         folder,

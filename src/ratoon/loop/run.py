@@ -143,7 +143,8 @@ async def _begin_or_resume(run: SynchronousRun, checkpoint: Path | None) -> None
             keep_reference(run.recipe, run.model, run.inputs.tokenizer, run.folder)
             run.use_reference(_reference(run))
             run.save()
-        if run.num_steps_done == 0 and not run.is_stopping:
+        # A run that failed in an evaluation still owes it.
+        if (run.num_steps_done == 0 or run.is_evaluation_due) and not run.is_stopping:
             await run.evaluate()
         await run.train()
         if run.stop_reason is not None:

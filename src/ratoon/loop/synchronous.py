@@ -263,13 +263,21 @@ class SynchronousRun:
         """The best step that has a checkpoint, this one counted as if it had."""
         return best_step(self.folder.path, saving=self.num_steps_done)
 
+    @property
+    def is_evaluation_due(self) -> bool:
+        """At this step, as `evaluation.every_steps` says; the last step's is the run's own end."""
+        every = self.recipe.evaluation.every_steps
+        is_between = 0 < self.num_steps_done < self.recipe.trainer.num_steps
+        return every is not None and is_between and self.num_steps_done % every == 0
+
     async def _after_step(self) -> None:
-        config, evaluation = self.recipe.trainer, self.recipe.evaluation
+        config = self.recipe.trainer
         is_last = self.num_steps_done == config.num_steps
         is_new_best = False
-        if not is_last and evaluation.every_steps is not None and self.num_steps_done % evaluation.every_steps == 0:
-            await self.evaluate()
-            is_new_best = evaluation.keep_best and self._best_step() == self.num_steps_done
+        if self.is_evaluation_due:
+            with self._saved_if_it_fails():
+                await self.evaluate()
+            is_new_best = self.recipe.evaluation.keep_best and self._best_step() == self.num_steps_done
         if is_last or is_new_best or self.num_steps_done % config.checkpoint_every_steps == 0:
             self.save()
 
