@@ -9,6 +9,8 @@ import pytest
 from tests.loop.run_process import cost, start
 from tests.loop.tiny_run import VARIANTS, TinyRun, metrics_rows, snapshot, traces, write_tiny_recipe
 
+from ratoon.trainer.export import export_checkpoint
+
 PENALTY = "--algorithm.kl_coefficient=0.1"
 
 
@@ -45,6 +47,25 @@ def test_damaged_reference_ends_the_resumed_run_by_name(tiny: TinyRun, damage: s
     assert f"{tiny.run_dir}/reference, the warm-started model" in outcome.err
     assert sentence in outcome.err and "--fresh" in outcome.err
     assert snapshot(tiny.run_dir / "checkpoints") == before
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_changed_model_folder_is_no_reference_any_more(tiny: TinyRun, is_changed: bool):
+    """Without a warm start the reference is read from `model.path` again; other weights there would act unseen."""
+    assert tiny.train("--trainer.num_steps=0").status == 0
+    model = tiny.recipe.with_name("model")
+    export_checkpoint(tiny.run_dir, model)
+    recipe = tiny.recipe.read_text()
+    before, after = recipe.partition("[model.fresh]")[0], recipe.partition("[data]")[2]
+    data = after.partition("[sft]")[0] + "[rollout]" + after.partition("[rollout]")[2]
+    tiny.recipe.write_text(f'{before}[model]\npath = "{model}"\n[data]{data}')
+    command = (PENALTY, "--run.name=named")
+    assert tiny.train(*command, "--trainer.num_steps=2").status == 0
+    if is_changed:
+        flip_a_bit(model)
+    outcome = tiny.train(*command, "--trainer.num_steps=3")
+    assert outcome.status == (2 if is_changed else 0)
+    assert ("is not as it was then" in outcome.err) == is_changed
 
 
 @pytest.mark.parametrize("arguments", [[], ["--model.lora.rank=2"]], ids=["whole model", "adapters"])

@@ -9,9 +9,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ratoon.config.recipe import Recipe
 from ratoon.loop.run_folder import RunFolder
 from ratoon.models import build_policy
+from ratoon.models.base_model import fingerprint_of
 from ratoon.trainer.adapter_reference import adapters_off_reference, saved_adapters_reference
 from ratoon.trainer.checkpoint import find_damage, write_manifest
-from ratoon.trainer.durable_files import PARTIAL_PREFIX, fsync_folder, fsync_tree
+from ratoon.trainer.durable_files import PARTIAL_PREFIX, fsync_folder, fsync_tree, replace_file
 from ratoon.trainer.model_folder import save_model
 from ratoon.trainer.reference import ReferenceScore, frozen_reference
 from ratoon.types.errors import UserError
@@ -20,11 +21,15 @@ from ratoon.types.errors import UserError
 def keep_reference(
     recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: RunFolder
 ) -> None:
-    """Writes the warm-started policy to `reference/`, where the recipe's reference is none that it names itself.
+    """What a resumed run needs to have the same reference, called once before the first step.
 
-    Called once, when the warm start is done; a folder of an earlier attempt is replaced.
+    Writes the warm-started policy to `reference/`; without a warm start, a fingerprint of the model that the recipe
+    names. What an earlier attempt wrote is replaced.
     """
     if not _is_kept(recipe):
+        if _is_named(recipe):
+            digest = fingerprint_of(model) + "\n"
+            replace_file(folder.reference_fingerprint, lambda partial: partial.write_text(digest, encoding="utf-8"))
         return
     partial = folder.reference.with_name(PARTIAL_PREFIX + folder.reference.name)
     for old in (partial, folder.reference):
@@ -55,9 +60,10 @@ def build_reference(
             return adapters_off_reference(policy, temperature)
         return saved_adapters_reference(policy, checkpoint, temperature)
     config = recipe.model.model_copy(update={"recompute": "none"})
-    return frozen_reference(
-        build_policy(config, seed=recipe.run.seed, device=device, checkpoint=checkpoint), temperature
-    )
+    model = build_policy(config, seed=recipe.run.seed, device=device, checkpoint=checkpoint)
+    if _is_named(recipe):
+        _check_fingerprint(recipe, model, folder)
+    return frozen_reference(model, temperature)
 
 
 def _kept_reference(folder: RunFolder) -> Path:
@@ -70,6 +76,22 @@ def _kept_reference(folder: RunFolder) -> Path:
             f"is not as it was written: {damage}; put it back, or start anew with --fresh (the old run is set aside)"
         )
     return path
+
+
+def _check_fingerprint(recipe: Recipe, model: PreTrainedModel, folder: RunFolder) -> None:
+    path = folder.reference_fingerprint
+    if not path.is_file() or path.read_text(encoding="utf-8").strip() != fingerprint_of(model):
+        what = "its fingerprint" if not path.is_file() else repr(recipe.model.path or "a fresh model")
+        raise UserError(
+            f"algorithm.kl_coefficient measures the policy against the model that run {recipe.run.name} began with, "
+            f"and {what} is not as it was then ({folder.shown(path)}); put it back, or start anew with --fresh (the "
+            "old run is set aside)"
+        )
+
+
+def _is_named(recipe: Recipe) -> bool:
+    """The recipe's own model, loaded a second time; adapters know their base by themselves."""
+    return recipe.algorithm.needs_reference and recipe.sft is None and recipe.model.lora is None
 
 
 def _is_kept(recipe: Recipe) -> bool:

@@ -71,6 +71,11 @@ class RunFolder:
         return self.path / "reference"
 
     @property
+    def reference_fingerprint(self) -> Path:
+        """Of the model that a KL penalty is measured against, where the recipe names it."""
+        return self.path / "reference.sha256"
+
+    @property
     def log(self) -> Path:
         return self.path / "run.log"
 

@@ -49,7 +49,7 @@ def is_disk_full(error: BaseException) -> bool:
     return any(f"(os error {number})" in message for number in _FULL)
 
 
-def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Lets `write` fill a temporary file beside `path`, then puts it in the place of `path`.
 
     A reader sees the old file or the new one. Raises what `write` raises, the temporary file removed.
