@@ -56,7 +56,7 @@ from ratoon.types.errors import UserError
 if TYPE_CHECKING:
     from ratoon.rewards.awaiting import Awaiter
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(request_fd: int, reply_fd: int, lifeline_fd: int) -> None:
@@ -82,15 +82,19 @@ def main(request_fd: int, reply_fd: int, lifeline_fd: int) -> None:
 
 
 def _die_with_the_run(lifeline_fd: int) -> None:
-    """The kernel kills this process group when the run's end of the lifeline closes, as it does by any death."""
+    """The kernel kills this process group when the run's end of the lifeline closes, as it does by any death.
+
+    No parent-death signal besides: it comes as soon as one thread of the run has ended, kills this process alone, and
+    with it the lifeline that what it started hangs on.
+    """
     if sys.platform != "linux":
         return  # the end of the request pipe stops a worker that is idle
     import ctypes
     import fcntl
 
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # daemons of a function stay where the run can find them
+    ctypes.CDLL(None).prctl(
+        _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
+    )  # daemons of a function stay where the run can find them
     with suppress(OSError):
         fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
