@@ -172,14 +172,53 @@ def test_prompt_that_the_model_cannot_hold_is_named(run: Path, evaluate: Eval, t
     assert "Traceback" not in err
 
 
-def test_run_evaluated_from_another_folder_is_told_where_its_files_are_looked_for(
-    run: Path, evaluate: Eval, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_run_finds_its_files_from_any_folder_also_moved(
+    run: Path, evaluate: Eval, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    status, _, err = evaluate(run)
+    shutil.copytree(run, tmp_path / "elsewhere" / "copy")
+    for folder in (run, Path("elsewhere/copy"), Path("elsewhere/copy/checkpoints/step-000006")):
+        status, out, err = evaluate(folder, "--json")
+        assert status == 0, err
+        assert json.loads(out)["reward_mean"] == metrics_rows(run, "evaluate")[-1]["reward_mean"]
+
+
+def test_recipe_in_a_run_folder_finds_the_files_of_the_first(
+    run: Path, evaluate: Eval, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", str(run / "recipe.toml")]) == 0
+    assert evaluate(run, "--recipe", run / "recipe.toml")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("origin", "words"),
+    [
+        ('{"recipe_dir": "/no/such/folder"}', ["/no/such/folder", "is gone", "relative to the current folder"]),
+        ("{}", ["relative to the current folder"]),
+        (None, ["relative to the current folder"]),
+        ("HERE", ["relative to /", "where it was"]),
+    ],
+)
+def test_run_whose_files_are_not_found_says_where_they_are_looked_for(
+    origin: str | None, words: list[str], run: Path, evaluate: Eval, trained: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / "origin.json").unlink()
+    if origin is not None:
+        (copy / "origin.json").write_text(json.dumps({"recipe_dir": str(tmp_path)}) if origin == "HERE" else origin)
+    if origin != "HERE":
+        assert evaluate(copy)[0] == 0, "started in the folder of the recipe"
+    monkeypatch.chdir(tmp_path)
+    status, _, err = evaluate(copy)
     assert status == 2
-    assert "words.jsonl does not exist" in err and "relative to the current folder" in err and "--recipe" in err
-    assert evaluate(run, "--recipe", trained / "recipe.toml")[0] == 0
+    assert "words.jsonl does not exist" in err
+    for word in words:
+        assert word in err
+    assert ("--recipe" in err) == (origin != "HERE")
+    assert evaluate(copy, "--recipe", trained / "recipe.toml")[0] == 0
 
 
 def test_damaged_checkpoint_is_refused(run: Path, evaluate: Eval, tmp_path: Path):

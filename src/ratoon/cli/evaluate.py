@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ratoon.cli.command import Commands, add_command, positive
 from ratoon.cli.complaint import complain
 from ratoon.config import Recipe, load_recipe
+from ratoon.loop.origin import folder_of_files, read_origin
 from ratoon.types.errors import UserError
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def _run(known: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     task = EvaluationTask(
         recipe=recipe,
-        base_dir=Path.cwd() if known.recipe is None else known.recipe.resolve().parent,
+        base_dir=_folder_of_files(known, subject),
         checkpoint=subject.checkpoint,
         heldout_only=heldout_only,
         max_prompts=known.limit,
@@ -109,13 +110,28 @@ def _run(known: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
+def _folder_of_files(known: argparse.Namespace, subject: _Subject) -> Path:
+    """What relative files are relative to: the folder of the recipe given, or of the run's while it is there."""
+    if known.recipe is not None:
+        return folder_of_files(known.recipe)
+    origin = None if subject.recipe is None else read_origin(subject.recipe.parent)
+    return Path.cwd() if origin is None or not origin.is_dir() else origin
+
+
 def _said_of_here(text: str, known: argparse.Namespace, subject: _Subject) -> str:
-    """Without --recipe, files are looked for from here, also those that the recipe of a run names."""
+    """The text of an error, with the folder in which files were looked for."""
     if known.recipe is not None:
         return text
     here = "paths are relative to the current folder"
     if subject.recipe is not None:
-        here += ": start the command in the folder of the run's recipe, or name that recipe with --recipe"
+        origin = read_origin(subject.recipe.parent)
+        if origin is not None and origin.is_dir():
+            here = (
+                f"paths in the run's recipe are relative to {origin}, where it was, and options to the current folder"
+            )
+        else:
+            gone = "" if origin is None else f", because {origin}, where the run's recipe was, is gone"
+            here += f"{gone}: start the command in the folder of the run's recipe, or name that recipe with --recipe"
     return text.replace("paths are relative to the recipe", here)
 
 

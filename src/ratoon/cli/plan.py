@@ -10,6 +10,7 @@ from pathlib import Path
 from ratoon.cli.command import Commands, add_command
 from ratoon.cli.complaint import complain
 from ratoon.cli.recipe_file import read_recipe
+from ratoon.loop.origin import folder_of_files
 
 _EXAMPLE = """\
 example:
@@ -43,7 +44,7 @@ def _run(known: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ratoon.loop.dry_run import dry_run
 
     with _leaving_no_bytecode():
-        found = dry_run(recipe, recipe_dir=known.recipe.resolve().parent)
+        found = dry_run(recipe, recipe_dir=folder_of_files(known.recipe))
     for line in page_lines(found, recipe_file=known.recipe, full=known.full):
         print(line)
     problems = found.problems()

@@ -8,6 +8,7 @@ from pathlib import Path
 from ratoon.cli.command import Commands, add_command
 from ratoon.cli.complaint import complain
 from ratoon.cli.recipe_file import read_recipe
+from ratoon.loop.origin import folder_of_files
 
 _EXAMPLE = """\
 example:
@@ -40,7 +41,7 @@ def _run(known: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     command = shlex.join(["ratoon", "train", str(known.recipe), *overrides])
     try:
-        return train(recipe, recipe_dir=known.recipe.resolve().parent, command=command, fresh=known.fresh)
+        return train(recipe, recipe_dir=folder_of_files(known.recipe), command=command, fresh=known.fresh)
     except RunFailedError as error:
         complain("train", error)
         return 1

@@ -58,6 +58,7 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
         RunView(recipe.run.name, log=log) as view,
         MetricsLog(folder.metrics, warn=view.warn, sinks=_sinks(recipe, folder, view)) as metrics,
     ):
+        folder.store_origin(recipe_dir)
         clean_leftovers(folder.checkpoints)
         checkpoint = latest_checkpoint(folder.checkpoints, warn=view.warn)
         if checkpoint is None and metrics.find("train") is not None:

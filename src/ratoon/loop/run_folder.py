@@ -8,6 +8,7 @@ from typing import TextIO
 
 from ratoon.config.loading import changed_keys, dump_recipe, load_recipe
 from ratoon.config.recipe import Recipe
+from ratoon.loop.origin import ORIGIN_FILE, origin_text
 from ratoon.trainer.durable_files import replace_file
 from ratoon.trainer.rollout_table import rollout_file
 from ratoon.types.errors import UserError
@@ -85,13 +86,11 @@ class RunFolder:
 
     def store_recipe(self, recipe: Recipe) -> None:
         """Writes the resolved recipe that the run goes on with."""
-        stored, text = self.path / RECIPE_FILE, dump_recipe(recipe)
-        if not stored.exists() or stored.read_text(encoding="utf-8") != text:
+        _store(self.path / RECIPE_FILE, dump_recipe(recipe))
 
-            def write(partial: Path) -> None:
-                partial.write_text(text, encoding="utf-8")
-
-            replace_file(stored, write)
+    def store_origin(self, recipe_dir: Path) -> None:
+        """Writes where the recipe is now, so that other commands find the files it names."""
+        _store(self.path / ORIGIN_FILE, origin_text(recipe_dir))
 
     def remove_rollouts_after(self, step: int) -> None:
         """Removes the tables of steps after `step`, which a run resumed from that step's checkpoint writes again."""
@@ -160,6 +159,16 @@ def _lock(path: Path, named: Path) -> TextIO:
     # A process that the user's functions fork shares the lock, and would hold it after this one has died.
     os.register_at_fork(after_in_child=lock.close)
     return lock
+
+
+def _store(file: Path, text: str) -> None:
+    """Leaves a file alone that holds `text` already."""
+    if not file.exists() or file.read_text(encoding="utf-8") != text:
+
+        def write(partial: Path) -> None:
+            partial.write_text(text, encoding="utf-8")
+
+        replace_file(file, write)
 
 
 def _refuse_if_held(path: Path, named: Path) -> None:
