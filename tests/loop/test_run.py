@@ -52,6 +52,18 @@ def test_final_page_says_result_dedup_ratio_and_where_the_time_went(tiny: TinyRu
         assert words in page
 
 
+def test_the_console_shows_the_figures_of_the_metrics_file(tiny: TinyRun):
+    lines = [line for line in tiny.train("--trainer.num_steps=2").out.splitlines() if line.startswith("grpo step")]
+    rows = metrics_rows(tiny.run_dir, "train")
+    assert len(lines) == len(rows) == 2
+    for line, row in zip(lines, rows, strict=True):
+        shown = dict(pair.split("=") for pair in line.split() if "=" in pair)
+        del shown["eta_s"]
+        assert {"logical_tokens_per_s", "computed_tokens_per_s", "reward_mean", "step_s"} <= shown.keys()
+        for name, text in shown.items():
+            assert float(text) == pytest.approx(row[name], rel=1e-3), name
+
+
 def test_evaluation_uses_heldout_prompts_only(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch):
     evaluated: set[str] = set()
     generate_groups = synchronous.evaluate.__globals__["generate_groups"]

@@ -24,7 +24,7 @@ def report(step: int, *, stage: str = "grpo", seconds: float = 2.0, reward_mean:
         num_steps=30,
         seconds=seconds,
         reward_mean=reward_mean,
-        tokens_per_s=12_345.6,
+        logical_tokens_per_s=12_345.6,
         computed_tokens_per_s=3_086.4,
         dedup_ratio=4.0,
     )
@@ -75,8 +75,8 @@ def test_without_a_terminal_each_step_is_one_greppable_line():
         screen.lines
         == screen.logged
         == [
-            f"grpo step {step}/30 reward_mean=0.5 tokens_per_s=12346 computed_tokens_per_s=3086 dedup_ratio=4 step_s=2 "
-            f"eta_s={2 * (30 - step)}"
+            f"grpo step {step}/30 reward_mean=0.5 logical_tokens_per_s=12346 computed_tokens_per_s=3086 "
+            f"dedup_ratio=4 step_s=2 eta_s={2 * (30 - step)}"
             for step in (1, 2)
         ]
     )
@@ -97,7 +97,7 @@ def test_a_terminal_shows_phase_progress_reward_speed_and_time_left():
         for step, reward_mean in enumerate([0.25, 0.5, 0.75], start=1):
             view.step(report(step, reward_mean=reward_mean))
         shown = "\n".join(screen.lines)
-    for part in ("quick", "grpo", "generate", "step 3/30", "about 54.0s left", "reward 0.750 ▁▅█", "12,346 tokens/s"):
+    for part in ("quick", "grpo", "generate", "step 3/30", "about 54.0s left", "reward 0.750 ▁▅█", "12,346 logical/s"):
         assert part in shown
     assert "dedup 4.00" in shown and "3,086 computed/s" in shown
     assert len(screen.logged) == 3 and all("\x1b" not in line for line in screen.logged)

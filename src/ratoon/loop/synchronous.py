@@ -364,8 +364,8 @@ class SynchronousRun:
                 seconds=seconds,
                 reward_mean=diagnosis.reward_mean,
                 loss=None if result is None else result.loss,
-                tokens_per_s=None if result is None else result.num_logical_tokens / seconds,
-                computed_tokens_per_s=None if result is None else result.num_rows / seconds,
+                logical_tokens_per_s=None if result is None else result.logical_tokens_per_s,
+                computed_tokens_per_s=None if result is None else result.computed_tokens_per_s,
                 dedup_ratio=None if result is None else result.dedup_ratio,
             )
         )
@@ -387,8 +387,8 @@ class SynchronousRun:
         return {
             **asdict(result),
             "dedup_ratio": result.dedup_ratio,
-            "logical_tokens_per_s": result.num_logical_tokens / result.update_s,
-            "computed_tokens_per_s": result.num_rows / result.update_s,
+            "logical_tokens_per_s": result.logical_tokens_per_s,
+            "computed_tokens_per_s": result.computed_tokens_per_s,
             "useful_tflops_per_s": tflops_per_s,
             "useful_mfu": None if self.peak_tflops is None else tflops_per_s / self.peak_tflops,
         }

@@ -79,6 +79,16 @@ class StepResult:
         """Measured: logical tokens over rows computed."""
         return self.num_logical_tokens / self.num_rows if self.num_rows else 1.0
 
+    @property
+    def logical_tokens_per_s(self) -> float:
+        """Each response with its own copy of its prompt, over the update's seconds."""
+        return self.num_logical_tokens / self.update_s
+
+    @property
+    def computed_tokens_per_s(self) -> float:
+        """Rows computed over the update's seconds."""
+        return self.num_rows / self.update_s
+
 
 @dataclass(slots=True, eq=False)
 class StepTotals:

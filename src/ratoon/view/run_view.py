@@ -84,7 +84,7 @@ class RunView:
         line = f"{report.stage} step {report.step}/{report.num_steps} " + key_values(
             reward_mean=report.reward_mean,
             loss=report.loss,
-            tokens_per_s=report.tokens_per_s,
+            logical_tokens_per_s=report.logical_tokens_per_s,
             computed_tokens_per_s=report.computed_tokens_per_s,
             dedup_ratio=report.dedup_ratio,
             step_s=report.seconds,
@@ -176,8 +176,8 @@ class RunView:
             parts.append(f"reward {report.reward_mean:.3f} {spark}")
         if report.loss is not None:
             parts.append(f"loss {report.loss:.4g}")
-        if report.tokens_per_s is not None:
-            parts.append(f"{report.tokens_per_s:,.0f} tokens/s")
+        if report.logical_tokens_per_s is not None:
+            parts.append(f"{report.logical_tokens_per_s:,.0f} logical/s")
         if report.computed_tokens_per_s is not None:
             parts.append(f"{report.computed_tokens_per_s:,.0f} computed/s")
         if report.dedup_ratio is not None:

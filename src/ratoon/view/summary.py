@@ -27,11 +27,11 @@ class StepReport:
     """Over the step's responses."""
 
     loss: float | None = None
-    tokens_per_s: float | None = None
-    """Logical tokens (each response with its prompt) over the step's seconds."""
+    logical_tokens_per_s: float | None = None
+    """Logical tokens (each response with its prompt) over the update's seconds."""
 
     computed_tokens_per_s: float | None = None
-    """Rows that went through the model over the step's seconds."""
+    """Rows that went through the model over the update's seconds."""
 
     dedup_ratio: float | None = None
     """Logical tokens over rows computed."""
