@@ -163,9 +163,13 @@ def test_fresh_sets_the_old_run_aside(tiny: TinyRun):
     tiny.train("--trainer.num_steps=1")
     old = snapshot(tiny.run_dir)
     for number in (1, 2):
-        assert tiny.train("--fresh", "--trainer.num_steps=0", "--run.seed", "1").status == 0
+        fresh = tiny.train("--fresh", "--trainer.num_steps=0", "--run.seed", "1")
+        assert fresh.status == 0
         assert not metrics_rows(tiny.run_dir, "train")
-        assert (tiny.run_dir.parent / f"tiny.{number}").is_dir()
+        aside = tiny.run_dir.parent / f"tiny.{number}"
+        assert aside.is_dir()
+        for text in (fresh.out, (tiny.run_dir / "run.log").read_text()):
+            assert f"the old run {tiny.run_dir} is set aside in {aside}\n" in text
     assert snapshot(tiny.run_dir.parent / "tiny.1") == old
 
 
@@ -189,6 +193,28 @@ def test_second_interrupt_ends_at_once_and_nothing_is_lost(tiny: TinyRun, undist
     assert len(metrics_rows(tiny.run_dir, "train")) == 2
     assert tiny.train().status == 0
     assert traces(tiny.run_dir) == traces(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("action", "status", "words"),
+    [("interrupt", 130, "Ctrl-C again stops at once"), ("terminate", 143, f"`kill -INT {os.getpid()}`, stops at once")],
+)
+def test_each_signal_says_what_stops_at_once(tiny: TinyRun, action: str, status: int, words: str):
+    tiny.trigger(after_scores=1, action=action)
+    stopped = tiny.train()
+    assert stopped.status == status
+    assert words in stopped.out
+
+
+@pytest.mark.parametrize(("silence_s", "steps"), [(1e9, [1, 4, 8, 12, 16, 20]), (0.0, list(range(1, 21)))])
+def test_warm_start_is_never_silent_for_long(
+    silence_s: float, steps: list[int], tiny: TinyRun, monkeypatch: pytest.MonkeyPatch
+):
+    """Its first step is shown, one in five, and the next one after ten seconds without any."""
+    assert synchronous._SILENCE_S == 10
+    monkeypatch.setattr(synchronous, "_SILENCE_S", silence_s)
+    shown = tiny.train("--sft.num_steps=20", "--trainer.num_steps=0").out.splitlines()
+    assert [line.split()[2] for line in shown if line.startswith("sft step")] == [f"{step}/20" for step in steps]
 
 
 def test_interrupt_in_the_last_step_leaves_the_evaluation_to_the_next_command(tiny: TinyRun, undisturbed: Path):

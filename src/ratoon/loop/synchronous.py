@@ -1,5 +1,6 @@
 """The synchronous loop: generate, score, compare, plan, update, publish; one policy version a step."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,9 @@ from ratoon.trainer.state_tree import capture_rng, restore_rng
 from ratoon.types.rollouts import RolloutGroup
 from ratoon.view import RunView, StepReport
 from ratoon.weight_sync import publish
+
+_SILENCE_S = 10.0
+"""After it the next step of the warm start is shown, which otherwise is one in five."""
 
 _ASSUMED_FLOPS_PER_S = {"cpu": 5e10, "cuda": 4e14}
 """Of one rank, for the planner, whose choices depend on proportions only."""
@@ -114,6 +118,7 @@ class SynchronousRun:
         assert sft is not None, "the recipe has no [sft] stage"
         trainer = self._trainer()
         examples = self._stream(shuffle=True)
+        shown_at = -math.inf
         for step in range(sft.num_steps):
             if self.is_stopping:
                 return False
@@ -132,7 +137,9 @@ class SynchronousRun:
                 loss = trainer.supervised_step(update, learning_rate=rate)
             seconds = time.perf_counter() - started
             self.metrics.log(step + 1, "sft", loss=loss, learning_rate=rate, step_s=seconds)
-            if (step + 1) % max(sft.num_steps // 5, 1) == 0 or step + 1 == sft.num_steps:
+            is_shown = (step + 1) % max(sft.num_steps // 5, 1) == 0 or step + 1 == sft.num_steps
+            if is_shown or time.perf_counter() - shown_at >= _SILENCE_S:
+                shown_at = time.perf_counter()
                 self.view.step(
                     StepReport(stage="sft", step=step + 1, num_steps=sft.num_steps, seconds=seconds, loss=loss)
                 )
