@@ -59,6 +59,8 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
         MetricsLog(folder.metrics, warn=view.warn, sinks=_sinks(recipe, folder, view)) as metrics,
     ):
         folder.store_origin(recipe_dir)
+        if folder.set_aside is not None:
+            view.say(f"the old run {folder.named} is set aside in {folder.set_aside}")
         clean_leftovers(folder.checkpoints)
         checkpoint = latest_checkpoint(folder.checkpoints, warn=view.warn)
         if checkpoint is None and metrics.find("train") is not None:
@@ -202,7 +204,7 @@ def _first_cause(error: BaseException) -> BaseException:
 
 @contextmanager
 def _stop_on_signals(run: SynchronousRun, warn: Callable[[str], None]) -> Iterator[Sequence[int]]:
-    """Ctrl-C or SIGTERM ends the run after the step in progress, with a checkpoint; Ctrl-C after that, at once.
+    """Ctrl-C or SIGTERM ends the run after the step in progress, with a checkpoint; Ctrl-C (SIGINT) then, at once.
 
     Yields the signals received so far. In the warm start there is no checkpoint yet, and the run begins anew.
     """
@@ -213,7 +215,8 @@ def _stop_on_signals(run: SynchronousRun, warn: Callable[[str], None]) -> Iterat
             raise KeyboardInterrupt
         received.append(number)
         run.is_stopping = True
-        warn(f"{signal.Signals(number).name}: stopping after what is in progress; press Ctrl-C to stop at once")
+        at_once = "Ctrl-C again stops" if number == signal.SIGINT else f"Ctrl-C, or `kill -INT {os.getpid()}`, stops"
+        warn(f"{signal.Signals(number).name}: stopping after what is in progress; {at_once} at once")
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -48,6 +48,9 @@ class RunFolder:
     lock: TextIO
     """Locked; the operating system frees it when the process ends, however it ends."""
 
+    set_aside: Path | None = None
+    """Where `fresh` has moved the run that was there, named as `named` is."""
+
     def __enter__(self) -> "RunFolder":
         return self
 
@@ -107,12 +110,14 @@ def open_run_folder(recipe: Recipe, *, fresh: bool) -> RunFolder:
     """
     named = expanded(recipe.run.output_dir) / recipe.run.name
     path = named.absolute()
+    set_aside: Path | None = None
     try:
         if fresh and path.exists():
             _refuse_if_held(path, named)
-            path.rename(_next_free_name(path))
+            aside = path.rename(_next_free_name(path))
+            set_aside = named.with_name(aside.name)
         path.mkdir(parents=True, exist_ok=True)
-        folder = RunFolder(path, named, _lock(path, named))
+        folder = RunFolder(path, named, _lock(path, named), set_aside)
         try:
             if (path / RECIPE_FILE).exists():
                 check_same_run(recipe, path, named)
