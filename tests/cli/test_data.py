@@ -59,7 +59,7 @@ def test_the_report_and_examples_are_printed(check: Callable[..., str]):
 def test_examples_are_limited_and_long_ones_cut(check: Callable[..., str]):
     assert check("--examples", "1").count("  | ") == 1
     Path("rows.jsonl").write_text('{"prompt": "' + "a\\n" * 3_000 + '"}\n')
-    shown = check("--data.answer_column", "", "--data.num_heldout=0")
+    shown = check("--data.answer_column", "", "--data.num_heldout=0", "--reward.function=format")
     assert "no answer\n  | a\n  | a\n" in shown
     assert "\n  ... and 4,000 more characters\n" in shown
 
@@ -91,6 +91,29 @@ def test_what_is_wrong_is_one_paragraph(check: Callable[..., str], overrides: li
     assert message.count("\n") == 1
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def score(response, biggest, prompt): return biggest", []),
+        ("def score(response, bigest): return 1", ['asks for "bigest"', 'did you mean "biggest"']),
+        ("def scor(response): return 1", ["score() in", "does not exist"]),
+    ],
+)
+def test_the_reward_is_asked_whether_it_can_score_the_data(
+    check: Callable[..., str], capsys: pytest.CaptureFixture[str], source: str, words: list[str]
+):
+    Path("rows.jsonl").write_text('{"prompt": "ab", "biggest": 7}\n{"prompt": "ba", "biggest": 8}\n')
+    Path("mine.py").write_text(source)
+    status = main(
+        ["data", "check", "recipe.toml", "--data.answer_column=biggest", "--reward.function=python:mine.py:score"]
+    )
+    shown = capsys.readouterr()
+    assert "prompt 1 of 2: rows.jsonl:" in shown.out, "the report stands there in either case"
+    assert status == (2 if words else 0) and bool(shown.err) == bool(words)
+    for word in words:
+        assert word in shown.err
 
 
 def test_sources_come_from_tables_of_the_recipe(check: Callable[..., str]):

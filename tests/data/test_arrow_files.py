@@ -41,6 +41,8 @@ def test_nested_columns_become_plain_values(tmp_path: Path, name: str):
     first, second = read(write(tmp_path / name, TABLE))
     assert (first.id, first.prompt, first.answer) == (f"{name}:1", "1+1=", "2")
     assert first.metadata == {
+        "prompt": "1+1=",
+        "answer": 2,
         "reward_model": {"ground_truth": "two", "style": "rule"},
         "tags": ["a", "b"],
         "level": "easy",

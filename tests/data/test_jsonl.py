@@ -12,7 +12,7 @@ from tests.data.reading import read
 from ratoon.types import UserError
 
 
-def test_rows_carry_line_numbers_answers_and_other_columns(tmp_path: Path):
+def test_rows_carry_line_numbers_answers_and_all_columns(tmp_path: Path):
     path = tmp_path / "sums.jsonl"
     path.write_bytes(
         b'\xef\xbb\xbf{"prompt": "1+1=", "answer": 2, "level": 1}\r\n'
@@ -20,9 +20,10 @@ def test_rows_carry_line_numbers_answers_and_other_columns(tmp_path: Path):
         b'  {"prompt": "caf\xc3\xa9\xe2\x80\xa8?", "answer": "oui", "tags": ["a"]}'
     )
     first, second = read(path)
-    assert (first.id, first.prompt, first.answer, first.metadata) == ("sums.jsonl:1", "1+1=", "2", {"level": 1})
+    assert (first.id, first.prompt, first.answer) == ("sums.jsonl:1", "1+1=", "2")
+    assert first.metadata == {"prompt": "1+1=", "answer": 2, "level": 1}
     assert (second.id, second.prompt, second.answer) == ("sums.jsonl:3", "café\u2028?", "oui")
-    assert second.metadata == {"tags": ["a"]}
+    assert second.metadata == {"prompt": "café\u2028?", "answer": "oui", "tags": ["a"]}
 
 
 GOOD = b'{"prompt": "a", "answer": "b"}\n'

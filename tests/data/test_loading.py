@@ -30,12 +30,25 @@ def test_raw_text_becomes_prompts_in_source_order(write_jsonl: WriteJsonl, token
     split = load(path, tokenizer, prompt_template="Q: {prompt} {x}\nA: ")
     first, second = split.train
     assert (first.id, first.text, first.answer, first.metadata) == (
-        "rows.jsonl:1", "Q: 1+1= {x}\nA: ", "2", {"level": 7},
+        "rows.jsonl:1", "Q: 1+1= {x}\nA: ", "2", {"prompt": "1+1=", "answer": 2, "level": 7},
     )  # fmt: skip
     assert tokenizer.convert_ids_to_tokens(first.token_ids.tolist()) == list(first.text)
     assert second.answer == "5"
-    assert split.columns == {"level"}
+    assert split.columns == {"prompt", "answer", "level"}
     assert split.heldout == ()
+
+
+def test_every_column_keeps_its_own_name_and_value(write_jsonl: WriteJsonl, tokenizer: PreTrainedTokenizerFast):
+    """A function may name the columns that became prompt and answer: a filter here, a reward by the same mapping."""
+    path = write_jsonl([{"q": "1+1=", "biggest": 2}, {"q": "2+3=", "biggest": 5}])
+    (path.parent / "mine.py").write_text("def keep(q, biggest):\n    return q.startswith('2') and biggest == 5\n")
+    split = load(
+        path, tokenizer,
+        prompt_column="q", answer_column="biggest", prompt_template="Q: {prompt}", filter="python:mine.py:keep",
+    )  # fmt: skip
+    (prompt,) = split.train
+    assert (prompt.text, prompt.answer) == ("Q: 2+3=", "5")
+    assert prompt.metadata == {"q": "2+3=", "biggest": 5}
 
 
 def test_the_chat_template_wraps_prompt_and_system_prompt(write_jsonl: WriteJsonl, tokenizer: PreTrainedTokenizerFast):

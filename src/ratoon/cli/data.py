@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ def register(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     check = parser.add_subparsers(dest="data_command", required=True, metavar="check").add_parser(
         "check",
-        help="read all of it, report what is there, and show a few prompts as the policy reads them",
+        help="read all of it, report what is there, show a few prompts as the policy reads them, and ask the reward",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -50,20 +51,26 @@ def register(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _check(known: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Reads tokenizer and data as `ratoon train` would, and prints what they hold."""
+    """Reads tokenizer and data as `ratoon train` would, prints what they hold, and asks whether it can be scored."""
     recipe = read_recipe(known.recipe, overrides)
     # After the recipe is known to be good: these imports take seconds.
     from ratoon.data import load_prompts
     from ratoon.loop.inputs import load_recipe_tokenizer
+    from ratoon.rewards import RewardPool
 
     tokenizer = load_recipe_tokenizer(recipe)
-    split = load_prompts(recipe.data, tokenizer, base_dir=known.recipe.resolve().parent)
+    base_dir = known.recipe.resolve().parent
+    split = load_prompts(recipe.data, tokenizer, base_dir=base_dir)
     for line in (
         *split.report.lines(),
         *_dedup_lines(recipe, split),
         *_example_lines(split, tokenizer, known.examples),
     ):
         print(line)
+    sys.stdout.flush()  # what the reward lacks is said below the data that lacks it
+    reward = recipe.reward.model_copy(update={"num_workers": 1})
+    with RewardPool(reward, base_dir=base_dir, max_response_tokens=recipe.rollout.max_response_tokens) as rewards:
+        rewards.check((*split.train, *split.heldout), split.columns)
     return 0
 
 

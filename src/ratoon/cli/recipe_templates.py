@@ -17,7 +17,7 @@ REWARDS_SKELETON = '''\
 def score(response: str, answer: str) -> float:
     """A number, larger for better responses; 0 to 1 is a good range.
 
-    Parameters are found by name: `prompt`, `response`, `answer`, `metadata`, or any other column of the data.
+    Parameters are found by name: `prompt`, `response`, `answer`, `metadata`, or any column of the data.
     """
     if response.strip() == answer.strip():
         return 1.0

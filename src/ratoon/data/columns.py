@@ -18,16 +18,16 @@ _MEDIA_KEYS = frozenset({"bytes", "path"})
 
 
 def source_row(values: Mapping[str, Any], source: Source, *, id: str, where: str) -> SourceRow:
-    """The row as `source` names its columns. Numbers as answers become their decimal text.
+    """The row as `source` names its columns. Its metadata is the whole row; as answers, numbers become their text.
 
     where: file and row, for errors. Raises UserError naming them, the column, what was found and what to do.
     """
     prompt = _prompt(_column(values, source.prompt_column, f"{source.key}.prompt_column", where), source, where)
     answer = _answer(values, source, where) if source.answer_column else None
-    rest = {key: value for key, value in values.items() if key not in (source.prompt_column, source.answer_column)}
-    for key, value in rest.items():
-        _check_other(key, value, where)
-    return SourceRow(id=id, prompt=prompt, answer=answer, metadata=rest)
+    row = SourceRow(id=id, prompt=prompt, answer=answer, metadata=dict(values))
+    for key, value in values.items():
+        _check_value(key, value, where)
+    return row
 
 
 def kind_of(value: object) -> str:
@@ -88,8 +88,8 @@ def _column(values: Mapping[str, Any], column: str, key: str, where: str) -> Any
     return found
 
 
-def _check_other(key: str, value: Any, where: str) -> None:
-    """Columns that are kept for rewards and filters."""
+def _check_value(key: str, value: Any, where: str) -> None:
+    """Every column is kept for rewards and filters, which may name it."""
     if key == SOURCE_KEY:
         raise UserError(f'{where}: the column name "{SOURCE_KEY}" is reserved; rename the column')
     if not is_unicode(key) or (isinstance(value, str) and not is_unicode(value)):

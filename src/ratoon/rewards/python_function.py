@@ -17,8 +17,8 @@ _OF_MANY = ("prompts", "responses", "answers", "metadata")
 class PythonScorer:
     """Calls a function with those of its parameters that a prompt and its response can fill.
 
-    `prompt` and `response` are texts, `answer` is text or None, `metadata` is the data row's mapping; any other name
-    is one of its keys. A function that asks for `responses` is called once for all responses of a prompt: then
+    `prompt` and `response` are texts, `answer` is text or None, `metadata` is the data row by column; any other name
+    is one of its columns. A function that asks for `responses` is called once for all responses of a prompt: then
     `prompts`, `responses`, `answers`, `metadata` and the row's keys are lists with one entry for each response.
     """
 

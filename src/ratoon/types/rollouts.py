@@ -76,7 +76,7 @@ class Prompt:
     """The reference answer, where the task has one."""
 
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Everything else the data row held; rewards may read it."""
+    """All that the data row held, by column; rewards may read it."""
 
     def __post_init__(self) -> None:
         tokens = token_array(self.token_ids, f"prompt {self.id!r}")
