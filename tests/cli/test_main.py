@@ -135,3 +135,14 @@ def test_named_pipe_as_recipe_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     os.mkfifo(tmp_path / "recipe.toml")
     assert main(["train", str(tmp_path / "recipe.toml")]) == 2
     assert "is a named pipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [None, "active"])
+def test_threads_wait_without_spinning_unless_told_otherwise(given: str | None, monkeypatch: pytest.MonkeyPatch):
+    """A core that spins is taken from whoever else is on the machine, which then holds this run up."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    monkeypatch.setattr("ratoon.cli.train._run", lambda *_: 0)
+    assert main(["train", "r.toml"]) == 0
+    assert os.environ["OMP_WAIT_POLICY"] == (given or "passive")
