@@ -43,7 +43,7 @@ def rollout_file(folder: Path, step: int) -> Path:
 def write_rollouts(folder: Path, step: int, groups: Sequence[RolloutGroup]) -> Path:
     """Writes the responses of one step, whole or not at all; an earlier file of this step is replaced.
 
-    step: as in metrics.jsonl: optimizer steps done once these responses are trained on. Returns the file's path.
+    step: as in metrics.jsonl: steps done once these responses are trained on. Returns the file's path.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row for index, group in enumerate(groups) for row in _rows(step, index, group)]
