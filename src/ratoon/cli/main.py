@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _fill_closed_streams()
     # Read when tqdm is imported: libraries' bars would run across our own lines.
     os.environ.setdefault("TQDM_DISABLE", "1")
-    # Read when torch is imported. Threads that wait by spinning cost a machine that runs anything else ten times the time,
-    # and gain 4 % on an idle one (benchmarks/LOG.md).
+    # Read when torch is imported. Threads that wait by spinning take ten times as long on a machine that runs anything
+    # else, and gain 4 % on an idle one (benchmarks/LOG.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     overrides, given = _split_overrides(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
