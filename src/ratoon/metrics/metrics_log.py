@@ -71,7 +71,7 @@ class MetricsLog:
     def log(self, step: int, phase: str, **values: Any) -> MetricsRow:
         """Writes one row and flushes it to the operating system.
 
-        step: steps (a rollout and its updates) done so far: the first one's row is step 1, a first evaluation is step 0.
+        step: steps (a rollout and its updates) done so far: the first one's row is step 1, a first evaluation's step 0.
         values: numbers (also NaN and infinities), strings, bools or None, by name, unit included.
         Raises UserError if the file is no longer where it was: rows would go nowhere, and unnoticed.
         """

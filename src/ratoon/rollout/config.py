@@ -19,8 +19,8 @@ class RolloutConfig(BaseModel):
     """`"transformers"` generates in this process, on the trainer's own weights."""
 
     prompts_per_step: int = Field(default=8, ge=1)
-    """Prompts of one step, which is one rollout and the updates made from it; it trains on `prompts_per_step * group_size`
-    responses."""
+    """Prompts of one step, which is one rollout and the updates made from it; it trains on
+    `prompts_per_step * group_size` responses."""
 
     group_size: int = Field(default=8, ge=1)
     """Responses drawn for each prompt."""
