@@ -111,9 +111,9 @@ def test_model_folder_with_a_recipe(model: Path, evaluate: Eval, trained: Path, 
 
 
 def test_reward_of_ones_own_on_a_run(run: Path, evaluate: Eval, trained: Path):
-    (trained / "other_reward.py").write_text("def score(response):\n    return 2.5\n")
-    status, out, err = evaluate(run, "--reward", "python:other_reward.py:score", "--json")
-    assert status == 0, err
+    (trained / "other_reward.py").write_text("print('loaded')\ndef score(response):\n    return 2.5\n")
+    status, out, err = evaluate(run, "--reward", "python:other_reward.py:score", "--json", "--reward.num_workers=1")
+    assert (status, err) == (0, "loaded\n"), "what a reward prints is shown, apart from the result"
     assert json.loads(out)["reward_mean"] == 2.5
 
 

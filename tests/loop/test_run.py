@@ -39,6 +39,13 @@ def test_run_leaves_recipe_metrics_rollouts_checkpoints_and_log(tiny: TinyRun):
     assert "Traceback" not in (tiny.run_dir / "run.log").read_text()
 
 
+def test_what_a_reward_prints_stands_in_the_run_folder(tiny: TinyRun):
+    reward = tiny.folder / "reward.py"
+    reward.write_text(reward.read_text() + "\nprint('a reward prints', __name__[:12])\n")
+    assert tiny.train("--trainer.num_steps=1").status == 0
+    assert (tiny.run_dir / "rewards.log").read_text() == "a reward prints ratoon_user_\n"
+
+
 def test_final_page_says_result_dedup_ratio_and_where_the_time_went(tiny: TinyRun):
     page = tiny.train().out
     before, after = (row["reward_mean"] for row in metrics_rows(tiny.run_dir, "evaluate"))

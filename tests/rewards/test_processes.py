@@ -15,6 +15,7 @@ from tests.rewards.pools import RUNS_THE_RESPONSE, group_of, open_pool, rewards_
 import ratoon
 from ratoon.rewards import Cause, RewardConfig
 from ratoon.rewards.messages import Orders, to_frame
+from ratoon.rewards.output_log import OutputLog
 from ratoon.rewards.pool import default_num_workers
 from ratoon.rewards.worker_process import WorkerProcess
 from ratoon.types import UserError
@@ -149,7 +150,7 @@ def test_a_worker_that_is_still_starting_does_not_outlive_the_run(tmp_path: Path
     """The run ends before its new worker has asked the kernel for anything, and the user's file takes long to load."""
     (tmp_path / "mine.py").write_text("import time\ntime.sleep(1000)\ndef score(response): return 1\n")
     specs = RewardConfig(function="python:mine.py:score").specs
-    worker = WorkerProcess(to_frame(Orders(specs, str(tmp_path), timeout_s=1.0, max_memory_bytes=None)))
+    worker = WorkerProcess(to_frame(Orders(specs, str(tmp_path), timeout_s=1.0, max_memory_bytes=None)), OutputLog())
     worker.send()
     try:
         for fd in worker.fds:

@@ -60,6 +60,7 @@ def evaluate_model(
     prompts = (split.heldout if task.heldout_only else (*split.train, *split.heldout))[: task.max_prompts]
     most_tokens = recipe.evaluation.max_response_tokens or recipe.rollout.max_response_tokens
     with RewardPool(recipe.reward, base_dir=task.base_dir, max_response_tokens=most_tokens) as rewards:
+        rewards.show_output(None)
         rewards.check(prompts, split.columns)
         model = load_model(recipe, tokenizer, checkpoint=task.checkpoint, device=device)
         engine = build_engine(recipe.rollout, model, tokenizer, device)

@@ -59,6 +59,7 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
         MetricsLog(folder.metrics, warn=view.warn, sinks=_sinks(recipe, folder, view)) as metrics,
     ):
         folder.store_origin(recipe_dir)
+        inputs.rewards.show_output(folder.rewards_log)
         if folder.set_aside is not None:
             view.say(f"the old run {folder.named} is set aside in {folder.set_aside}")
         clean_leftovers(folder.checkpoints)

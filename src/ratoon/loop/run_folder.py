@@ -83,6 +83,11 @@ class RunFolder:
     def log(self) -> Path:
         return self.path / "run.log"
 
+    @property
+    def rewards_log(self) -> Path:
+        """What reward functions print."""
+        return self.path / "rewards.log"
+
     def shown(self, path: Path) -> Path:
         """A path in this folder as the recipe names it."""
         return self.named / path.relative_to(self.path)

@@ -90,6 +90,14 @@ class RewardPool:
         weakref.finalize(self, scheduler.close)
         return scheduler
 
+    def show_output(self, path: Path | None) -> None:
+        """What functions print, the first 8 MB of it: appended to `path`, or to standard error where that is None.
+
+        Without this call, it goes nowhere.
+        """
+        if self._scheduler is not None:
+            self._scheduler.output.open(path)
+
     def check(self, prompts: Sequence[Prompt], columns: Collection[str] | None = None) -> None:
         """Waits until a worker has loaded the functions, and asks them whether they could score these prompts.
 

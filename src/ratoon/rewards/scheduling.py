@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from ratoon.rewards.messages import OK, UNREADABLE, Cause, Chunk, ComponentKind, Orders, Outcome, WorkerCall, to_frame
+from ratoon.rewards.output_log import OutputLog
 from ratoon.rewards.worker_process import WorkerProcess
 from ratoon.types.errors import UserError
 
@@ -81,6 +82,8 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.kinds: Future[tuple[ComponentKind, ...]] = Future()
         """Of the components, once a worker has loaded them; or the UserError that says why none can."""
+        self.output = OutputLog()
+        """What workers print."""
         self.kinds.set_running_or_notify_cancel()
         self._config = config
         self._orders = to_frame(config.orders)
@@ -170,7 +173,7 @@ class Scheduler:
         now = time.monotonic()
         wanted = self._config.num_workers + sum(now >= self._spare_at(worker) for worker in self._workers)
         while len(self._workers) < wanted:
-            worker = WorkerProcess(self._orders)
+            worker = WorkerProcess(self._orders, self.output)
             self._workers.append(worker)
             self._selector.register(worker.reply_fd, selectors.EVENT_READ, partial(self._hear, worker))
             self._selector.register(worker.output_fd, selectors.EVENT_READ, partial(self._read_output, worker))
@@ -337,6 +340,7 @@ class Scheduler:
         for fd in worker.fds:
             with suppress(KeyError, ValueError):
                 self._selector.unregister(fd)
+        worker.read_output()  # what it printed last
         worker.kill()
         self._workers.remove(worker)
 

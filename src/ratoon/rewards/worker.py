@@ -170,6 +170,8 @@ class _Worker:
             return error
 
     def _finish(self, call: WorkerCall, value: Any, seconds: float) -> None:
+        with suppress(Exception):  # an unfinished line too
+            sys.stdout.flush()
         self._say([call.id, seconds, self._outcomes(call, value)])
         signal.setitimer(signal.ITIMER_REAL, 0)  # no alarm and no change of folder outlives its call
         with suppress(OSError):

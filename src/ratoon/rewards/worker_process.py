@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from ratoon.rewards.messages import WHERE_SIGNAL, WorkerCall, to_frame
+from ratoon.rewards.output_log import OutputLog
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -28,8 +29,8 @@ _FRAME = re.compile(rb'File "([^"\n]+)", line (\d+)')
 class WorkerProcess:
     """A fresh interpreter in a session of its own. All pipes are its own, and their ends here never block."""
 
-    def __init__(self, orders: bytes) -> None:
-        """Starts it, to follow `orders`, a frame that holds Orders."""
+    def __init__(self, orders: bytes, output: OutputLog) -> None:
+        """Starts it, to follow `orders`, a frame that holds Orders. output: gets what it prints."""
         request_read, self.request_fd = os.pipe()
         self.reply_fd, reply_write = os.pipe()
         self.output_fd, output_write = os.pipe()
@@ -63,6 +64,7 @@ class WorkerProcess:
         self.has_hung_up = False
         """It closed its end of the replies: it has died, or a function closed it."""
         self._is_garbled = False
+        self._output = output
         self._outgoing = bytearray(orders)
         self._incoming = bytearray()
         self._tail = bytearray()
@@ -123,10 +125,11 @@ class WorkerProcess:
         self._incoming.clear()
 
     def read_output(self) -> bool:
-        """Keeps the end of what was printed. Returns False once nobody can print any more."""
+        """Takes in what was printed. Returns False once nobody can print any more."""
         data = self._read(self.output_fd, at_most=1 << 20)
         if data is None:
             return False
+        self._output.add(data)
         self._tail = (self._tail + data)[-_TAIL_BYTES:]
         return True
 
