@@ -185,6 +185,14 @@ def test_groups_of_one_by_the_recipe():
     assert cause is not None and cause[0] == "equal rewards"
 
 
+@pytest.mark.parametrize(("reward", "is_solved"), [(1.0, True), (0.99, False), (0.0, False)])
+def test_rewards_that_are_all_1_tell_of_solved_prompts(reward: float, is_solved: bool):
+    cause = cause_of([group(response(2), response(3), rewards=[reward] * 2)] * 2, grad_norm=0.0, loss=0.0)
+    assert cause is not None and cause[0] == "equal rewards"
+    assert ("the prompts are solved: use harder ones" in cause[1]) == is_solved
+    assert ("easier" in cause[1]) != is_solved
+
+
 def test_rewards_that_differ_by_rounding_are_equal():
     found = StepDiagnosis.of([group(response(2), response(2), rewards=[0.1 + 0.2, 0.3])], policy_version=0)
     assert found.num_equal_reward_groups == 1

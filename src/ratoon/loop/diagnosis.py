@@ -263,11 +263,13 @@ def useless_cause(facts: StepFacts) -> LossCause | None:
         )
     which = "the step's only group had equal rewards" if facts.num_groups == 1 else "every group's rewards were equal"
     more_prompts = "raise rollout.prompts_per_step, " if facts.num_groups == 1 else ""
-    return LossCause(
-        "equal rewards",
-        f"{which}{mean}, {nothing}; {more_prompts}use easier or harder prompts, a larger rollout.group_size, or a "
-        "finer reward",
+    is_solved = facts.reward_mean is not None and math.isclose(facts.reward_mean, 1.0)  # most rewards end there
+    prompts = (
+        "if 1 is the best there is, the prompts are solved: use harder ones"
+        if is_solved
+        else ("use easier or harder prompts, a larger rollout.group_size, or a finer reward")
     )
+    return LossCause("equal rewards", f"{which}{mean}, {nothing}; {more_prompts}{prompts}")
 
 
 def _without_loss_tokens(facts: StepFacts) -> LossCause:
