@@ -331,6 +331,39 @@ def test_evaluation_that_lost_every_response_has_no_reward_to_show(tiny: TinyRun
     assert line.split() == ["held-out", "reward", "not", "evaluated"]
 
 
+def test_final_page_totals_failed_rewards_of_every_process_of_the_run(tiny: TinyRun):
+    (tiny.folder / "reward.py").write_text(
+        "def score(response):\n    if 'a' in response:\n        raise ValueError\n    return len(response)\n"
+    )
+    assert tiny.train("--trainer.num_steps=2", "--reward.on_failure=drop").status == 0
+    outcome = tiny.train("--trainer.num_steps=4", "--reward.on_failure=drop")
+    rows = metrics_rows(tiny.run_dir, "train")
+    num_failed = sum(row["reward_failures"] for row in rows)
+    assert num_failed > sum(row["reward_failures"] for row in rows[2:]) > 0
+    assert f"reward failures        {num_failed} (raised {num_failed}); {num_failed} dropped" in outcome.out
+
+
+def test_final_page_counts_the_warnings_about_the_data_too(tiny: TinyRun):
+    (tiny.folder / "reward.py").write_text("def score(response):\n    return 0.25\n")
+    with (tiny.folder / "words.jsonl").open("a") as file:
+        file.write('{"answer": "a"}\n')
+    outcome = tiny.train("--trainer.num_steps=3", "--data.bad_rows=drop")
+    assert outcome.status == 0
+    lines = outcome.out.splitlines()
+    num_shown = sum(line.startswith("warning: ") for line in lines)
+    assert num_shown == 2
+    assert any(line.startswith("2 warnings above (given 4 times in all)") for line in lines)
+
+
+def test_final_page_of_a_stopped_run_has_its_latest_evaluation(tiny: TinyRun):
+    tiny.trigger(after_scores=2 * 3 + 2 * SCORES_PER_STEP + 3, action="interrupt")
+    stopped = tiny.train("--evaluation.every_steps=2")
+    assert stopped.status == 130
+    assert "Run tiny stopped: 3 of 6 steps" in stopped.out
+    before, after = (row["reward_mean"] for row in metrics_rows(tiny.run_dir, "evaluate"))
+    assert f"{before:.3f} " in stopped.out and f" {after:.3f} after step 2 " in stopped.out
+
+
 def test_failing_engine_ends_the_run_with_its_cause(tiny: TinyRun, undisturbed: Path, monkeypatch: pytest.MonkeyPatch):
     generate = TransformersEngine.generate
 

@@ -25,8 +25,9 @@ SUMMARY = RunSummary(
 )
 
 
-def page(summary: RunSummary, *, ascii_only: bool = False, num_warnings: int = 0) -> list[str]:
-    return [line.text for line in final_page(summary, ascii_only=ascii_only, num_warnings=num_warnings)]
+def page(summary: RunSummary, *, ascii_only: bool = False, num_warnings: int = 0, num_warned: int = 0) -> list[str]:
+    lines = final_page(summary, ascii_only=ascii_only, num_warnings=num_warnings, num_warned=num_warned)
+    return [line.text for line in lines]
 
 
 def line_with(lines: list[str], label: str) -> str:
@@ -100,6 +101,27 @@ def test_notes_and_warnings_are_on_the_page():
     lines = page(replace(SUMMARY, notes=("loss was 0 in 3 steps: all rewards equal",)), num_warnings=2)
     assert "note: loss was 0 in 3 steps: all rewards equal" in lines
     assert line_with(lines, "2 warnings above").endswith("runs/quick/run.log")
+
+
+def test_warnings_that_were_given_again_are_counted():
+    assert "2 warnings above (given 1,014 times in all), also" in "\n".join(
+        page(SUMMARY, num_warnings=2, num_warned=1014)
+    )
+    assert "2 warnings above, also" in "\n".join(page(SUMMARY, num_warnings=2, num_warned=2))
+
+
+def test_failed_rewards_have_a_total():
+    failed = replace(SUMMARY, num_failures_by_cause={"timeout": 1_035, "raised": 2}, num_responses_dropped=3)
+    assert line_with(page(failed), "reward failures").endswith(" 1,037 (timeout 1,035, raised 2); 3 dropped")
+    assert not any("failures" in line for line in page(SUMMARY))
+
+
+def test_the_latest_evaluation_stands_with_its_step_unless_it_was_the_last():
+    stopped = replace(SUMMARY, num_steps_done=25, reward_after_step=20)
+    assert "0.410 → 0.900 after step 20  (+0.490; mean" in line_with(page(stopped), "held-out reward")
+    alone = replace(stopped, reward_before=None)
+    assert "0.900 after step 20  (mean" in line_with(page(alone), "held-out reward")
+    assert "0.410 → 0.900  (+0.490; mean" in line_with(page(replace(SUMMARY, reward_after_step=30)), "held-out")
 
 
 def test_the_ascii_page_is_ascii():

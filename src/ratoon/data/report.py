@@ -130,12 +130,11 @@ class DataReport:
 
     def lines(self) -> tuple[str, ...]:
         """The report for people, warnings last."""
-        return (
-            *(source.line() for source in self.sources),
-            *self._share_lines(),
-            self.lengths.line(),
-            *(f"warning: {warning}" for warning in self.warnings),
-        )
+        return (*self.count_lines(), *(f"warning: {warning}" for warning in self.warnings))
+
+    def count_lines(self) -> tuple[str, ...]:
+        """The report without its warnings."""
+        return (*(source.line() for source in self.sources), *self._share_lines(), self.lengths.line())
 
     def _share_lines(self) -> list[str]:
         """How often each source's prompts come while the one that is slowest to come round is seen once."""

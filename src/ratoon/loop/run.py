@@ -24,6 +24,7 @@ from ratoon.metrics import MetricsLog, read_metrics
 from ratoon.metrics.rows import MetricValue
 from ratoon.metrics.sinks import Sinks, check_sinks
 from ratoon.models import describe_adapters
+from ratoon.rewards.messages import Cause
 from ratoon.rollout import RolloutEngine, build_engine
 from ratoon.trainer.best_checkpoint import best_step
 from ratoon.trainer.checkpoint import checkpoint_name, checkpoint_step, clean_leftovers, latest_checkpoint
@@ -60,8 +61,6 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
     ):
         folder.store_origin(recipe_dir)
         inputs.rewards.show_output(folder.rewards_log)
-        if folder.set_aside is not None:
-            view.say(f"the old run {folder.named} is set aside in {folder.set_aside}")
         clean_leftovers(folder.checkpoints)
         checkpoint = latest_checkpoint(folder.checkpoints, warn=view.warn)
         if checkpoint is None and metrics.find("train") is not None:
@@ -73,8 +72,7 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
             view.say(_complete_message(recipe, folder, checkpoint))
             return 0
         folder.store_recipe(recipe)
-        for line in inputs.prompts.report.lines():
-            view.say(line)
+        _say_what_it_begins_with(view, folder, inputs)
         view.phase("load model")
         model = load_model(recipe, inputs.tokenizer, checkpoint=checkpoint, device=device)
         if recipe.model.lora is not None:
@@ -93,6 +91,16 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
             return EXIT_STOPPED
         assert received, "a run that nobody stopped is complete"
         return 128 + received[0]
+
+
+def _say_what_it_begins_with(view: RunView, folder: RunFolder, inputs: Inputs) -> None:
+    if folder.set_aside is not None:
+        view.say(f"the old run {folder.named} is set aside in {folder.set_aside}")
+    report = inputs.prompts.report
+    for line in report.count_lines():
+        view.say(line)
+    for warning in report.warnings:
+        view.warn(warning)
 
 
 class RunFailedError(RuntimeError):
@@ -233,9 +241,11 @@ def _summary(
     recipe = run.recipe
     rows = read_metrics(folder.metrics)
     steps = [row.values for row in rows if row.phase == "train"]
-    evaluations = [row for row in rows if row.phase == "evaluate"]
-    before = next((row.values for row in evaluations if row.step == 0), None)
-    after = next((row.values for row in reversed(evaluations) if row.step == run.num_steps_done > 0), None)
+    # Those that lost every response have no reward to show.
+    evaluations = [row for row in rows if row.phase == "evaluate" and _number(row.values, "num_responses")]
+    before = next((row for row in evaluations if row.step == 0), None)
+    after = next((row for row in reversed(evaluations) if row.step > 0), None)
+    shown = before or after
     seconds = metrics.total_seconds
     return RunSummary(
         run_name=recipe.run.name,
@@ -248,9 +258,12 @@ def _summary(
         num_logical_tokens=_total(steps, "num_logical_tokens"),
         num_computed_rows=_total(steps, "num_rows"),
         num_response_tokens=_total(steps, "num_generated_tokens"),
-        reward_before=_heldout_reward(before),
-        reward_after=_heldout_reward(after),
-        num_heldout_responses=0 if before is None else int(_number(before, "num_responses")),
+        reward_before=None if before is None else _number(before.values, "reward_mean"),
+        reward_after=None if after is None else _number(after.values, "reward_mean"),
+        reward_after_step=None if after is None else after.step,
+        num_heldout_responses=0 if shown is None else int(_number(shown.values, "num_responses")),
+        num_failures_by_cause=_failures_by_cause(steps),
+        num_responses_dropped=_total(steps, "reward_dropped"),
         checkpoint=None if run.newest_checkpoint is None else folder.shown(run.newest_checkpoint),
         best_checkpoint=_best_checkpoint(recipe, folder),
         how_to_go_on=None if run.stop_reason is None else run.stop_reason.how_to_go_on,
@@ -266,9 +279,10 @@ def _total(rows: Sequence[Mapping[str, MetricValue]], name: str) -> int:
     return sum(int(_number(row, name)) for row in rows)
 
 
-def _heldout_reward(row: Mapping[str, MetricValue] | None) -> float | None:
-    """None where nothing was evaluated, or every response was lost."""
-    return None if row is None or _number(row, "num_responses") == 0 else _number(row, "reward_mean")
+def _failures_by_cause(rows: Sequence[Mapping[str, MetricValue]]) -> dict[str, int]:
+    """The most frequent first."""
+    totals = {str(cause): _total(rows, f"reward_failures_{cause}") for cause in Cause}
+    return {cause: count for cause, count in sorted(totals.items(), key=lambda item: -item[1]) if count}
 
 
 def _number(row: Mapping[str, MetricValue], name: str) -> float:

@@ -19,10 +19,13 @@ class PageLine:
     """A rich style."""
 
 
-def final_page(summary: RunSummary, *, ascii_only: bool = False, num_warnings: int = 0) -> list[PageLine]:
+def final_page(
+    summary: RunSummary, *, ascii_only: bool = False, num_warnings: int = 0, num_warned: int = 0
+) -> list[PageLine]:
     """What the run did, where its time went, where its files are, and what to do next.
 
     Lines are never wrapped: paths and commands can be copied. num_warnings: how many were shown above.
+    num_warned: how often they were given, of which each was shown once.
     """
     state = "complete" if summary.is_complete else "stopped"
     steps = f"{summary.num_steps_done} of {summary.num_steps} steps in {duration(summary.wall_s)}"
@@ -31,9 +34,9 @@ def final_page(summary: RunSummary, *, ascii_only: bool = False, num_warnings: i
     lines.extend(_time_lines(summary, ascii_only))
     lines.extend(PageLine(f"note: {note}", "yellow") for note in summary.notes)
     if num_warnings:
-        lines.append(
-            PageLine(f"{_plural(num_warnings, 'warning')} above, also in {summary.run_dir / 'run.log'}", "yellow")
-        )
+        often = f" (given {num_warned:,} times in all)" if num_warned > num_warnings else ""
+        log = summary.run_dir / "run.log"
+        lines.append(PageLine(f"{_plural(num_warnings, 'warning')} above{often}, also in {log}", "yellow"))
     lines.extend(_next_lines(summary))
     return lines
 
@@ -49,17 +52,26 @@ def _labelled(label: str, text: str, style: str = "") -> PageLine:
 def _result_lines(summary: RunSummary, arrow: str) -> list[PageLine]:
     lines: list[PageLine] = []
     before, after = summary.reward_before, summary.reward_after
+    is_last = summary.reward_after_step in (None, summary.num_steps_done)
+    at_step = "" if is_last else f" after step {summary.reward_after_step}"
     over = f"mean of {_plural(summary.num_heldout_responses, 'response')}"
     if before is not None and after is not None:
         style = "bold green" if after > before else "bold yellow"
         lines.append(
-            _labelled("held-out reward", f"{before:.3f} {arrow} {after:.3f}  ({after - before:+.3f}; {over})", style)
+            _labelled(
+                "held-out reward", f"{before:.3f} {arrow} {after:.3f}{at_step}  ({after - before:+.3f}; {over})", style
+            )
         )
-    elif before is not None or after is not None:
-        when, value = ("before", before) if before is not None else ("after", after)
-        lines.append(_labelled("held-out reward", f"{value:.3f} {when} training  ({over})"))
+    elif before is not None:
+        lines.append(_labelled("held-out reward", f"{before:.3f} before training  ({over})"))
+    elif after is not None:
+        lines.append(_labelled("held-out reward", f"{after:.3f}{at_step or ' after training'}  ({over})"))
     else:
         lines.append(_labelled("held-out reward", "not evaluated"))
+    if failures := summary.num_failures_by_cause:
+        causes = ", ".join(f"{cause} {count:,}" for cause, count in failures.items())
+        text = f"{sum(failures.values()):,} ({causes}); {summary.num_responses_dropped:,} dropped"
+        lines.append(_labelled("reward failures", text, "yellow"))
     if summary.dedup_ratio is not None:
         counts = f"{summary.num_logical_tokens:,} logical tokens / {summary.num_computed_rows:,} rows computed"
         lines.append(_labelled("dedup ratio", f"{summary.dedup_ratio:.2f}  ({counts})"))

@@ -54,6 +54,7 @@ class RunView:
         self._rewards: list[float] = []
         self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._warned: set[str] = set()
+        self._num_warned = 0
 
     def __enter__(self) -> "RunView":
         if self._is_live:
@@ -107,6 +108,7 @@ class RunView:
 
         metrics.jsonl counts how often a kind occurs; its figures would only repeat here.
         """
+        self._num_warned += 1
         if (kind or text) not in self._warned:
             self._warned.add(kind or text)
             self.say(f"warning: {text}", "yellow")
@@ -114,7 +116,9 @@ class RunView:
     def finish(self, summary: RunSummary) -> None:
         """Takes the live block away and shows the final page."""
         self._stop()
-        page = final_page(summary, ascii_only=self._ascii_only, num_warnings=len(self._warned))
+        page = final_page(
+            summary, ascii_only=self._ascii_only, num_warnings=len(self._warned), num_warned=self._num_warned
+        )
         for line in page:
             self.say(line.text, line.style)
 

@@ -1,7 +1,7 @@
 """What the view is told: a step, and a whole run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -67,8 +67,17 @@ class RunSummary:
     """Held-out mean reward before the first update; None if it was not evaluated."""
 
     reward_after: float | None = None
+    """The latest one since, at step `reward_after_step`; None if it was not evaluated again."""
+
+    reward_after_step: int | None = None
     num_heldout_responses: int = 0
     """Denominator of both."""
+
+    num_failures_by_cause: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Rewards of training steps that failed; without those that did not."""
+
+    num_responses_dropped: int = 0
+    """Taken out of training steps because their reward failed."""
 
     checkpoint: Path | None = None
     """The newest one."""
