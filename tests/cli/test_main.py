@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import ratoon
 from ratoon.cli.main import main
@@ -146,3 +148,13 @@ def test_threads_wait_without_spinning_unless_told_otherwise(given: str | None, 
     monkeypatch.setattr("ratoon.cli.train._run", lambda *_: 0)
     assert main(["train", "r.toml"]) == 0
     assert os.environ["OMP_WAIT_POLICY"] == (given or "passive")
+
+
+def test_doctor_lists_every_package_of_every_extra(capsys: pytest.CaptureFixture[str]):
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
+    assert main(["doctor"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for extra, requirements in extras.items():
+        for package in (Requirement(text).name for text in requirements if extra != "dev"):
+            assert any(line[:1] == [package] and f"(extra: {extra})" in " ".join(line) for line in lines), package

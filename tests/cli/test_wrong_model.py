@@ -162,4 +162,4 @@ def test_a_model_table_that_does_not_fit_the_folder(
 
 def test_peft_is_not_installed(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ratoon.models.adapters.find_spec", lambda name: None)
-    assert "model.lora needs the peft package: pip install 'ratoon[lora]'" in refused("--model.lora.rank=8")
+    assert 'model.lora needs the peft package: pip install -e ".[lora]"' in refused("--model.lora.rank=8")

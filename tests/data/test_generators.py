@@ -83,5 +83,5 @@ def test_a_missing_package_says_how_to_install_it(
     byte_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(UserError, match=r"data\.source needs .* pip install 'ratoon\[reasoning\]'"):
+    with pytest.raises(UserError, match=r'data\.source needs .* pip install -e "\.\[reasoning\]"'):
         load("gcd", byte_tokenizer)

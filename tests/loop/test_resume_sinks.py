@@ -67,7 +67,7 @@ def test_missing_package_is_refused_before_the_model_loads(tiny: TinyRun, monkey
     monkeypatch.setattr("ratoon.metrics.sinks.find_spec", lambda _: None)
     refused = tiny.train("--logging.sinks=['wandb']")
     assert refused.status == 2
-    assert 'pip install "ratoon[wandb]"' in refused.err
+    assert 'pip install -e ".[wandb]"' in refused.err
     assert not tiny.run_dir.exists()
 
 

@@ -462,7 +462,7 @@ def test_sinks_process_imports_no_torch():
 def test_missing_package_is_refused_by_the_name_of_its_extra(monkeypatch: pytest.MonkeyPatch):
     check_sinks(LoggingConfig())
     monkeypatch.setattr("ratoon.metrics.sinks.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r'logging\.sinks names "trackio".*pip install "ratoon\[trackio\]"'):
+    with pytest.raises(UserError, match=r'logging\.sinks names "trackio".*pip install -e "\.\[trackio\]"'):
         check_sinks(LoggingConfig(sinks=("trackio",)))
 
 

@@ -45,7 +45,7 @@ def test_no_configuration(folder: Path):
     (folder / "config.json").unlink()
     assert "no config.json" in refusal(folder)
     (folder / "model.Q4.gguf").write_bytes(b"GGUF")
-    assert "model.gguf_file (model.Q4.gguf)" in refusal(folder)
+    assert "model.gguf_file or the option --gguf-file (model.Q4.gguf)" in refusal(folder)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 60, -1])

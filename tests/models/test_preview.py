@@ -126,7 +126,7 @@ def test_configurations_that_make_no_model(changed: dict[str, Any], words: str, 
 def test_adapters_that_the_model_cannot_have(folder: Path, monkeypatch: pytest.MonkeyPatch):
     assert "'lm_head' is the output head" in refusal(folder, lora=LoraConfig(target_modules=("lm_head",)))
     monkeypatch.setattr("ratoon.models.adapters.find_spec", lambda name: None)
-    assert "pip install 'ratoon[lora]'" in refusal(folder, lora=LoraConfig())
+    assert 'pip install -e ".[lora]"' in refusal(folder, lora=LoraConfig())
 
 
 def test_shards(folder: Path):

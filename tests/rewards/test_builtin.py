@@ -258,7 +258,7 @@ def test_a_missing_package_says_how_to_install_it(
     monkeypatch.syspath_prepend(tmp_path)
     with (
         open_pool(tmp_path, function=function) as pool,
-        pytest.raises(UserError, match=rf"^reward\.function needs .* pip install 'ratoon\[{extra}\]'"),
+        pytest.raises(UserError, match=rf'^reward\.function needs .* pip install -e "\.\[{extra}\]"'),
     ):
         pool.check([])
 

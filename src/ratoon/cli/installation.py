@@ -10,6 +10,7 @@ import torch
 
 import ratoon
 from ratoon.attention.impls import AttentionRequest, Feature, available_impls, resolve_impl
+from ratoon.types.extras import install_command
 
 _PACKAGES = {
     "torch": "",
@@ -18,7 +19,13 @@ _PACKAGES = {
     "pyarrow": "rollout tables",
     "safetensors": "weights",
     "reasoning-gym": "verifiable tasks (extra: reasoning)",
+    "math-verify": "answers compared as mathematics (extra: math)",
     "gguf": "GGUF model folders (extra: gguf)",
+    "accelerate": "GGUF model folders (extra: gguf)",
+    "peft": "low-rank adapters (extra: lora)",
+    "tensorboard": "a run's numbers elsewhere (extra: tensorboard)",
+    "wandb": "a run's numbers elsewhere (extra: wandb)",
+    "trackio": "a run's numbers elsewhere (extra: trackio)",
     "triton": "fused GPU kernels",
 }
 
@@ -53,7 +60,7 @@ def _machine() -> list[str]:
 
 
 def _packages() -> list[str]:
-    lines = ["Packages:"]
+    lines = [f"Packages (an extra is installed with: {install_command('EXTRA')}):"]
     for name, purpose in _PACKAGES.items():
         try:
             found = version(name)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ratoon.data.rows import SourceRow, cause_of, name_some
 from ratoon.types.errors import UserError
+from ratoon.types.extras import install_command
 
 GENERATOR_KEY = "generator"
 OPTIONS_KEY = "generator_options"
@@ -19,7 +20,7 @@ def import_reasoning_gym(key: str) -> ModuleType:
         import reasoning_gym
     except ImportError as error:
         raise UserError(
-            f"{key} needs the reasoning-gym package ({error}); install it with: pip install 'ratoon[reasoning]'"
+            f"{key} needs the reasoning-gym package ({error}); install it with: {install_command('reasoning')}"
         ) from None
     return reasoning_gym
 

@@ -15,7 +15,8 @@ class LoggingConfig(BaseModel):
 
     sinks: tuple[SinkName, ...] = ()
     """Tools that get every number of metrics.jsonl as PHASE/NAME, such as `train/reward_mean`. Each is an extra:
-    `pip install "ratoon[wandb]"`. Their own environment variables hold (WANDB_MODE, TRACKIO_DIR, ...)."""
+    `pip install -e ".[wandb]"` in the
+    clone of Ratoon. Their own environment variables hold (WANDB_MODE, TRACKIO_DIR, ...)."""
 
     project: str = "ratoon"
     """The project in wandb and trackio under which the run stands, by its name."""

@@ -19,6 +19,7 @@ from typing import Literal
 from ratoon.metrics.config import LoggingConfig, SinkName
 from ratoon.metrics.sink_task import SinkTask, run_id_of
 from ratoon.types import UserError
+from ratoon.types.extras import install_command
 
 Ending = Literal["complete", "failed"]
 
@@ -37,7 +38,7 @@ def check_sinks(config: LoggingConfig) -> None:
         if spec is None or spec.origin is None:
             raise UserError(
                 f'logging.sinks names "{sink}", which is not installed here; '
-                f'install it (pip install "ratoon[{sink}]"), or take it out of logging.sinks'
+                f"install it ({install_command(sink)}), or take it out of logging.sinks"
             )
 
 

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from ratoon.models.config import LoraConfig
 from ratoon.models.model_files import refusing
 from ratoon.types import UserError
+from ratoon.types.extras import install_command
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftLoraConfig
@@ -39,11 +40,11 @@ _PREFIX = "base_model.model."
 def check_peft() -> None:
     """Raises UserError where peft is not installed, or is older than transformers takes."""
     if find_spec("peft") is None:
-        raise UserError("model.lora needs the peft package: pip install 'ratoon[lora]'")
+        raise UserError(f"model.lora needs the peft package: {install_command('lora')}")
     if Version(version("peft")) < Version(MIN_PEFT_VERSION):
         raise UserError(
             f"model.lora needs peft {MIN_PEFT_VERSION} or newer, and {version('peft')} is installed: "
-            "pip install -U 'ratoon[lora]'"
+            f"{install_command('lora')}"
         )
 
 

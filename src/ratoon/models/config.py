@@ -59,8 +59,8 @@ class FreshModelConfig(BaseModel):
 
 class LoraConfig(BaseModel):
     """Low-rank adapters (LoRA, arXiv:2106.09685): the model's own weights stay frozen, and small matrices beside them
-    train. Needs peft (`pip install 'ratoon[lora]'`), and a larger `trainer.learning_rate` than full training: 1e-5
-    to 1e-4."""
+    train. Needs peft (`pip install -e ".[lora]"` in the clone of Ratoon), and a larger `trainer.learning_rate` than
+    full training: 1e-5 to 1e-4."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ratoon.types import UserError
+from ratoon.types.extras import install_command
 
 PACKAGE_PREFIX = "package:"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -34,7 +35,7 @@ def resolve_model_path(path: str | Path, *, gguf_file: str | None = None) -> Pat
     if not (folder / "config.json").is_file():
         gguf_names = sorted(file.name for file in folder.glob("*.gguf"))
         advice = (
-            f"it holds GGUF files: name one with model.gguf_file ({', '.join(gguf_names)})"
+            f"it holds GGUF files: name one with model.gguf_file or the option --gguf-file ({', '.join(gguf_names)})"
             if gguf_names
             else "point model.path at the folder that holds config.json and *.safetensors"
         )
@@ -88,7 +89,7 @@ def _check_gguf(folder: Path, gguf_file: str) -> None:
     if magic != b"GGUF":
         raise UserError(f"{str(file)!r} is not a GGUF file (it begins with {magic!r}); fetch it again")
     if find_spec("gguf") is None:
-        raise UserError("reading GGUF files needs the gguf package: pip install 'ratoon[gguf]'")
+        raise UserError(f"reading GGUF files needs the gguf package: {install_command('gguf')}")
 
 
 def _check_safetensors(folder: Path) -> None:

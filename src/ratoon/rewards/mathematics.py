@@ -8,6 +8,7 @@ from ratoon.rewards.components import MATH_VERIFY, ComponentSpec, PromptText
 from ratoon.rewards.extraction import Extract, extract_answer
 from ratoon.rewards.scorers import UnreadableError, answer_of, cause
 from ratoon.types.errors import UserError
+from ratoon.types.extras import install_command
 
 _MARKED = re.compile(r"\$|\\\(|\\\[|\\f?boxed|####")
 """Says where in a text its mathematics stands."""
@@ -30,7 +31,7 @@ class MathVerify:
             import math_verify
         except ImportError as error:
             raise UserError(
-                f"{spec.key} needs the math-verify package ({error}); install it with: pip install 'ratoon[math]'"
+                f"{spec.key} needs the math-verify package ({error}); install it with: {install_command('math')}"
             ) from None
         self._library: Any = math_verify
         self._key = spec.key
