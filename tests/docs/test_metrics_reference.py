@@ -42,4 +42,4 @@ def _scored_group() -> RolloutGroup:
 
 
 def test_every_column_of_the_rollouts_is_documented():
-    assert set(ROLLOUT_SCHEMA.names) == documented("Columns of rollouts/step-NNNNNN.parquet")
+    assert {*ROLLOUT_SCHEMA.names, "reward_NAME"} == documented("Columns of rollouts/step-NNNNNN.parquet")

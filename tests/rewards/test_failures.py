@@ -94,6 +94,11 @@ def policy_of(pool: RewardPool) -> str:
     return pool.config.on_failure
 
 
+def failed_of(group: RolloutGroup) -> list[bool]:
+    assert group.score_failed_N is not None
+    return group.score_failed_N.tolist()
+
+
 def check_fault(pool: RewardPool, name: str) -> None:
     code, cause, words = FAULTS[name]
     groups = [group_of("value = 1", code, "value = 3"), group_of("value = 4")]
@@ -108,6 +113,8 @@ def check_fault(pool: RewardPool, name: str) -> None:
         assert [rewards_of(group) for group in found.groups] == [kept, [4.0]]
         if policy_of(pool) == "drop":
             assert [response.text for response in found.groups[0].responses] == ["value = 1", "value = 3"]
+        failed = [False, True, False] if policy_of(pool) == "zero" else [False, False]
+        assert [failed_of(group) for group in found.groups] == [failed, [False]]
         assert found.failures.counts == {cause: 1}
         assert found.failures.num_dropped == (policy_of(pool) == "drop")
         assert found.metrics()[f"reward_failures_{cause}"] == found.metrics()["reward_failures"] == 1

@@ -43,6 +43,8 @@ def two_groups() -> list[RolloutGroup]:
         ),
         rewards_N=np.array([1.0, 0.0, 0.1]),
         advantages_N=np.array([1.2, -1.1, -0.1]),
+        score_failed_N=np.array([False, True, False]),
+        reward_components={"only": np.array([1.0, 0.0, 0.1])},
     )
     second = RolloutGroup(prompt(12, [1], text="\ud83d lone"), (response([4], finish_reason=FinishReason.STOP),))
     return [first, RolloutGroup(prompt("nobody", [1]), ()), second]
@@ -63,6 +65,7 @@ def test_each_response_is_one_row(tmp_path: Path):
             "answer": "4",
             "response": "4",
             "reward": 1.0,
+            "score_failed": False,
             "advantage": 1.2,
             "finish_reason": "eos",
             "num_prompt_tokens": 3,
@@ -81,6 +84,7 @@ def test_each_response_is_one_row(tmp_path: Path):
             "answer": "4",
             "response": "",
             "reward": 0.0,
+            "score_failed": True,
             "advantage": -1.1,
             "finish_reason": "abort",
             "num_prompt_tokens": 3,
@@ -99,6 +103,7 @@ def test_each_response_is_one_row(tmp_path: Path):
             "answer": "4",
             "response": "ε [b] \n",
             "reward": 0.1,
+            "score_failed": False,
             "advantage": -0.1,
             "finish_reason": "length",
             "num_prompt_tokens": 3,
@@ -117,6 +122,7 @@ def test_each_response_is_one_row(tmp_path: Path):
             "answer": None,
             "response": "",
             "reward": None,
+            "score_failed": None,
             "advantage": None,
             "finish_reason": "stop",
             "num_prompt_tokens": 1,
@@ -127,6 +133,24 @@ def test_each_response_is_one_row(tmp_path: Path):
             "policy_versions": None,
         },
     ]
+
+
+def test_several_components_have_a_column_each(tmp_path: Path):
+    """Zeros by failure, by truth, and by a weight can be told apart."""
+    scored = RolloutGroup(
+        prompt("a", [1]),
+        (response([2]), response([3])),
+        rewards_N=np.array([0.0, 0.0]),
+        reward_components={"right": np.array([0.0, -0.5]), "failed": np.array([0.0, 1.0])},
+        score_failed_N=np.array([True, False]),
+    )
+    nobody = scored.select([])
+    unscored = RolloutGroup(prompt("b", [1]), (response([4]),))
+    table = pq.read_table(write_rollouts(tmp_path, 1, [nobody, unscored, scored.select([1, 0])]))
+    assert table.schema.names == [*ROLLOUT_SCHEMA.names, "reward_right", "reward_failed"]
+    assert table["reward_right"].to_pylist() == [None, -0.5, 0.0]
+    assert table["reward_failed"].to_pylist() == [None, 1.0, 0.0]
+    assert table["score_failed"].to_pylist() == [None, False, True]
 
 
 def test_logprobs_keep_their_bits(tmp_path: Path):

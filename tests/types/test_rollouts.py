@@ -228,6 +228,11 @@ def test_select_keeps_rewards_with_their_responses(indices: list[int]):
     assert chosen.advantages_N.tolist() == [(-2, -1, 1, 2)[index] for index in indices]
 
 
+def test_failed_scores_are_one_for_each_response():
+    with pytest.raises(ValueError, match=r"score_failed_N must be \[2\].*\(3,\)"):
+        group(1, 2, score_failed_N=np.zeros(3, np.bool_))
+
+
 def test_select_without_rewards():
     assert group(1, 2).select([1]).rewards_N is None
 

@@ -251,7 +251,7 @@ class RewardPool:
                 )
 
     def _with_rewards(self, group: RolloutGroup, tally: "_Tally", number: int) -> RolloutGroup:
-        total_N = np.zeros(group.group_size)
+        total_N, has_failed_N = np.zeros(group.group_size), tally.has_failed[number]
         for component, values in zip(self.config.all_components, tally.values, strict=True):
             total_N += component.weight * values[number]
         for index, total in enumerate(total_N.tolist()):
@@ -261,8 +261,8 @@ class RewardPool:
             rewards_N=total_N,
             advantages_N=None,
             reward_components={name: values[number] for name, values in zip(self._names, tally.values, strict=True)},
+            score_failed_N=has_failed_N,
         )
-        has_failed_N = tally.has_failed[number]
         if self.config.on_failure != "drop" or not has_failed_N.any():
             return scored
         return scored.select(np.flatnonzero(~has_failed_N).tolist())

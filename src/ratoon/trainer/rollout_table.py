@@ -1,6 +1,6 @@
 """Every response of a step as one Parquet file."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ ROLLOUT_SCHEMA = pa.schema(
         pa.field("answer", pa.string()),
         pa.field("response", pa.string(), nullable=False),
         pa.field("reward", pa.float64()),
+        pa.field("score_failed", pa.bool_()),
         pa.field("advantage", pa.float64()),
         pa.field("finish_reason", pa.string(), nullable=False),
         pa.field("num_prompt_tokens", pa.int32(), nullable=False),
@@ -30,9 +31,10 @@ ROLLOUT_SCHEMA = pa.schema(
         pa.field("policy_versions", pa.list_(pa.int64())),
     ]
 )
-"""One row a response. `token_ids` are the response's own; `rollout_logprobs` and `policy_versions` stand beside them,
-or are null where the engine reported none. `policy_version` is the oldest of them. `reward` and `advantage` are null
-until known."""
+"""One row a response; where rewards have several components, with a column `reward_NAME` for each of them behind these.
+`token_ids` are the response's own; `rollout_logprobs` and `policy_versions` stand beside them, or are null where the
+engine reported none. `policy_version` is the oldest of them. `reward`, `score_failed` and `advantage` are null until
+known."""
 
 
 def rollout_file(folder: Path, step: int) -> Path:
@@ -46,20 +48,27 @@ def write_rollouts(folder: Path, step: int, groups: Sequence[RolloutGroup]) -> P
     step: as in metrics.jsonl: steps done once these responses are trained on. Returns the file's path.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [row for index, group in enumerate(groups) for row in _rows(step, index, group)]
-    table = pa.Table.from_pylist(rows, schema=ROLLOUT_SCHEMA)
+    names = list(dict.fromkeys(name for group in groups for name in group.reward_components))
+    components = {f"reward_{name}": name for name in names} if len(names) > 1 else {}
+    rows = [row for index, group in enumerate(groups) for row in _rows(step, index, group, components)]
+    schema = pa.schema([*ROLLOUT_SCHEMA, *(pa.field(column, pa.float64()) for column in components)])
+    table = pa.Table.from_pylist(rows, schema=schema)
     path = rollout_file(folder, step)
     replace_file(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
     return path
 
 
-def _rows(step: int, group_index: int, group: RolloutGroup) -> Iterator[dict[str, Any]]:
+def _rows(step: int, group_index: int, group: RolloutGroup, components: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """components: by column, the reward component that stands in it."""
+    scores = {column: group.reward_components.get(name) for column, name in components.items()}
     for response_index, response in enumerate(group.responses):
         yield {
             "step": step,
             "group_index": group_index,
             "response_index": response_index,
             "reward": None if group.rewards_N is None else group.rewards_N[response_index],
+            "score_failed": None if group.score_failed_N is None else group.score_failed_N[response_index],
+            **{column: None if score_N is None else score_N[response_index] for column, score_N in scores.items()},
             "advantage": None if group.advantages_N is None else group.advantages_N[response_index],
             **_prompt_columns(group.prompt),
             **_response_columns(response),

@@ -235,6 +235,9 @@ class RolloutGroup:
     reward_components: Mapping[str, NDArray[np.float64]] = field(default_factory=dict[str, NDArray[np.float64]])
     """By name, [N] float64 before weighting: what `rewards_N` was added up from."""
 
+    score_failed_N: NDArray[np.bool_] | None = None
+    """[N] bool, once scored: a reward function gave no score, which counts as 0 among `reward_components`."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "responses", tuple(self.responses))
         for index, response in enumerate(self.responses):
@@ -257,6 +260,11 @@ class RolloutGroup:
                 raise ValueError(f"prompt {self.prompt.id!r}: {name} must be finite, got {array.tolist()}")
             array.setflags(write=False)
             object.__setattr__(self, name, array)
+        if self.score_failed_N is not None and self.score_failed_N.shape != (self.group_size,):
+            raise ValueError(
+                f"prompt {self.prompt.id!r}: score_failed_N must be [{self.group_size}], one for each response, "
+                f"got shape {self.score_failed_N.shape}"
+            )
 
     @property
     def group_size(self) -> int:
@@ -285,4 +293,5 @@ class RolloutGroup:
             rewards_N=None if self.rewards_N is None else self.rewards_N[chosen],
             advantages_N=None if self.advantages_N is None else self.advantages_N[chosen],
             reward_components={name: values_N[chosen] for name, values_N in self.reward_components.items()},
+            score_failed_N=None if self.score_failed_N is None else self.score_failed_N[chosen],
         )
