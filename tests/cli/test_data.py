@@ -116,6 +116,18 @@ def test_the_reward_is_asked_whether_it_can_score_the_data(
         assert word in shown.err
 
 
+@pytest.mark.parametrize("num_bad", [3, 25])
+def test_all_bad_rows_are_counted_and_twenty_shown(check: Callable[..., str], num_bad: int):
+    rows = [{"prompt": "a" * (i + 1), "answer": "b" if i % 2 else None} for i in range(2 * num_bad)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    *shown, last = check(status=2).splitlines()
+    assert len(shown) == min(num_bad, 20)
+    assert all(f"line {2 * i + 1}: " in line and '"answer" must be text' in line for i, line in enumerate(shown))
+    assert last.startswith(f"ratoon data: {num_bad} of {2 * num_bad} rows are bad")
+    assert ("the first 20 are shown" in last) == (num_bad > 20)
+    assert "1 held out" in check("--data.bad_rows=drop")
+
+
 def test_sources_come_from_tables_of_the_recipe(check: Callable[..., str]):
     Path("recipe.toml").write_text(
         'run.name = "r"\nmodel.path = "model"\nreward.function = "exact-match"\n[data]\nchat_template = false\n'

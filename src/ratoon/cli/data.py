@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ratoon.cli.command import Commands, add_command, positive
 from ratoon.cli.recipe_file import read_recipe
+from ratoon.types.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +28,7 @@ example:
 Any key of the recipe can be set as --section.key=value; docs/recipes.md lists them.
 """
 _SHOWN_CHARACTERS = 2_000
+_SHOWN_BAD_ROWS = 20
 
 
 def register(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -60,6 +62,7 @@ def _check(known: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     tokenizer = load_recipe_tokenizer(recipe)
     base_dir = known.recipe.resolve().parent
+    _check_rows(recipe, base_dir)
     split = load_prompts(recipe.data, tokenizer, base_dir=base_dir)
     for line in (
         *split.report.lines(),
@@ -72,6 +75,23 @@ def _check(known: argparse.Namespace, overrides: Sequence[str]) -> int:
     with RewardPool(reward, base_dir=base_dir, max_response_tokens=recipe.rollout.max_response_tokens) as rewards:
         rewards.check((*split.train, *split.heldout), split.columns)
     return 0
+
+
+def _check_rows(recipe: Recipe, base_dir: Path) -> None:
+    """Names bad rows all at once. One alone, or all of them, which is a wrong setting, `load_prompts` explains."""
+    from ratoon.data import find_bad_rows
+
+    if recipe.data.bad_rows == "drop":
+        return
+    bad, num_rows = find_bad_rows(recipe.data, base_dir=base_dir)
+    if not 1 < len(bad) < num_rows:
+        return
+    for complaint in bad[:_SHOWN_BAD_ROWS]:
+        print(complaint, file=sys.stderr)
+    more = f", of which the first {_SHOWN_BAD_ROWS} are shown" if len(bad) > _SHOWN_BAD_ROWS else ""
+    raise UserError(
+        f'{len(bad):,} of {num_rows:,} rows are bad{more}; mend or remove them, or set data.bad_rows = "drop"'
+    )
 
 
 def _dedup_lines(recipe: Recipe, split: PromptSplit) -> Iterator[str]:

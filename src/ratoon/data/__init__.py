@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ratoon.data.bad_rows import find_bad_rows
     from ratoon.data.config import DataConfig, SourceConfig
     from ratoon.data.loading import PromptSplit, load_prompts
     from ratoon.data.report import DataReport, expected_dedup_ratio
@@ -17,6 +18,7 @@ _HOMES = {
     "SOURCE_KEY": "rows",
     "SourceConfig": "config",
     "expected_dedup_ratio": "report",
+    "find_bad_rows": "bad_rows",
     "PromptSplit": "loading",
     "PromptStream": "stream",
     "StreamState": "stream",
@@ -33,6 +35,7 @@ __all__ = [
     "SourceConfig",
     "StreamState",
     "expected_dedup_ratio",
+    "find_bad_rows",
     "load_prompts",
     "supervised_examples",
 ]
