@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.docs.recipe_tables import sections
 
 from ratoon.config.loading import changed_keys, dump_recipe, load_recipe, parse_overrides
+from ratoon.config.peer_names import OUR_KEYS, PEER_NAMES
 from ratoon.types.errors import UserError
 
 GOOD = """
@@ -74,6 +76,21 @@ def test_changed_keys_names_what_differs(tmp_path: Path):
     )
 
 
+def test_a_choice_that_there_is_not_names_the_choices_once(tmp_path: Path):
+    with pytest.raises(
+        UserError, match=r"algorithm\.name = 'ppo': there is no such choice\. Allowed: 'grpo', "
+    ) as raised:
+        load_recipe(write(tmp_path, GOOD), ["--algorithm.name=ppo"])
+    assert str(raised.value).count("'dr-grpo'") == 1
+
+
+def test_each_name_of_another_library_leads_to_one_key_of_ours():
+    keys = {f"{section}.{name}" for section, model in sections().items() for name in model.model_fields}
+    names = [name for row in PEER_NAMES for name in {*row.trl, *row.verl, *row.openrlhf}]
+    assert {row.ours for row in PEER_NAMES} <= keys
+    assert len(names) == len(set(names)) == len(OUR_KEYS)
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "words"),
     [
@@ -86,6 +103,11 @@ def test_changed_keys_names_what_differs(tmp_path: Path):
         (GOOD, ["--trainer.learning_rate=fast"], ["trainer.learning_rate = 'fast'", "Allowed: a number above 0."]),
         (GOOD, ["--learning_rate=1e-4"], ["learning_rate = 0.0001", "Did you mean sft.learning_rate"]),
         (GOOD, ["--trainer.group_size=4"], ["trainer.group_size = 4", "Did you mean rollout.group_size"]),
+        (GOOD, ["--trainer.lr=1e-4"], ["trainer.lr = 0.0001", "Did you mean learning_rate?"]),
+        (GOOD, ["--num_generations=4"], ["num_generations = 4", "Did you mean rollout.group_size?"]),
+        (GOOD, ["--rollout.n=4"], ["rollout.n = 4", "Did you mean group_size?"]),
+        (GOOD, ["--trainer.beta=0.1"], ["trainer.beta = 0.1", "Did you mean algorithm.kl_coefficient?"]),
+        (GOOD, ["--algorithm.kl_coef=0.1"], ["algorithm.kl_coef = 0.1", "Did you mean kl_coefficient?"]),
         (GOOD, ["--rollout.beam_width=4"], ["rollout.beam_width = 4 is not a key of [rollout]. Allowed: "]),
         (GOOD, ["--model.path=x"], ["[model] give exactly one of"]),
         (GOOD, ["--trainer.schedule=cosin"], ["trainer.schedule = 'cosin'", "'constant', 'linear', 'cosine'"]),

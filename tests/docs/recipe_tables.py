@@ -15,9 +15,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ratoon.config import Recipe
+from ratoon.config.peer_names import PEER_NAMES
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 _BLOCK = re.compile(r"<!-- table: (?P<section>[\w.]+) -->\n.*?<!-- end of table -->", re.DOTALL)
+_PEERS = re.compile(r"<!-- peer names -->\n.*?<!-- end of peer names -->", re.DOTALL)
 
 
 def sections() -> dict[str, type[BaseModel]]:
@@ -39,7 +41,18 @@ def with_tables(text: str) -> str:
         section = found["section"]
         return f"<!-- table: {section} -->\n{table(known[section])}\n<!-- end of table -->"
 
-    return _BLOCK.sub(block, text)
+    peers = f"<!-- peer names -->\n{peer_table()}\n<!-- end of peer names -->"
+    return _PEERS.sub(lambda _: peers, _BLOCK.sub(block, text))
+
+
+def peer_table() -> str:
+    """What other libraries call our keys."""
+
+    def cell(names: tuple[str, ...]) -> str:
+        return ", ".join(f"`{name}`" for name in names)
+
+    rows = [f"| `{row.ours}` | {cell(row.trl)} | {cell(row.verl)} | {cell(row.openrlhf)} |" for row in PEER_NAMES]
+    return "\n".join(["| here | TRL | verl | OpenRLHF |", "| --- | --- | --- | --- |", *rows])
 
 
 def marked_sections(text: str) -> list[str]:

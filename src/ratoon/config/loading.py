@@ -13,6 +13,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from ratoon.config.peer_names import OUR_KEYS
 from ratoon.config.recipe import Recipe
 from ratoon.types.errors import UserError
 
@@ -168,11 +169,13 @@ def _sentence(detail: ErrorDetails) -> str:
     section, name = _section_of(location[:-1]), location[-1] if location else ""
     if detail["type"] == "extra_forbidden":
         allowed = sorted(section.model_fields) if section else []
-        close = _keys_named(name) or difflib.get_close_matches(name, allowed, n=1, cutoff=0.7)
+        close = _keys_meant(name, allowed)
         meant = f" Did you mean {close[0]}?" if close else ""
         where = f"[{'.'.join(location[:-1])}]" if location[1:] else "a recipe"
         return f"{key} = {got} is not a key of {where}.{meant} Allowed: {', '.join(allowed)}."
     allowed = _allowed_values(section, name)
+    if detail["type"] == "literal_error" and allowed:
+        return f"{key} = {got}: there is no such choice. Allowed: {allowed}."
     if detail["type"] == "missing" and isinstance(detail["loc"][-1], int):  # of a list of fixed length
         return f"{'.'.join(location)} = {got} is too short." + (f" Allowed: {allowed}." if allowed else "")
     if detail["type"] == "missing":
@@ -183,6 +186,14 @@ def _sentence(detail: ErrorDetails) -> str:
             return f"[{key}] {_reason(detail)}." if key else f"{_reason(detail)}."
         return f"{key} = {got}: {_reason(detail)}."
     return f"{key} = {got}: {_reason(detail)}." + (f" Allowed: {allowed}." if allowed else "")
+
+
+def _keys_meant(name: str, allowed: Sequence[str]) -> list[str]:
+    """By a name that is not `allowed` where it stands: the same name elsewhere, another library's, or the nearest."""
+    ours = OUR_KEYS.get(name, "")
+    own = ours.rpartition(".")[2]
+    known = _keys_named(name) or [own if own in allowed else ours]
+    return known if known != [""] else difflib.get_close_matches(name, allowed, n=1, cutoff=0.7)
 
 
 def _keys_named(name: str) -> list[str]:
