@@ -9,6 +9,7 @@ import pytest
 from ratoon.cli.main import main
 from ratoon.cli.recipe_templates import TASKS
 from ratoon.config import load_recipe
+from ratoon.metrics import read_metrics
 from ratoon.models import build_fresh
 from ratoon.models.config import FreshModelConfig
 
@@ -74,6 +75,7 @@ def test_own_data_is_named_and_no_example_is_written(tmp_path: Path):
     recipe = load_recipe(tmp_path / "r.toml")
     assert recipe.data.source == "mine.jsonl"
     assert recipe.data.num_heldout == 7
+    assert recipe.sft is None, "the warm start belongs to the example"
     assert not (tmp_path / "qa.jsonl").exists()
 
 
@@ -84,6 +86,8 @@ def test_own_data_is_named_and_no_example_is_written(tmp_path: Path):
         (["recipe"], ["a .toml file", "'recipe'"]),
         (["{}/r.toml", "--task", "reasoning-gym", "--data", "x.jsonl"], ["--data", "reasoning-gym"]),
         (["{}/r.toml", "--gguf-file", "x.gguf"], ["--model"]),
+        (["{}/r.toml", "--answer-column", "x"], ["--answer-column", "--data"]),
+        (["{}/r.toml", "--data", "absent.jsonl"], ["absent.jsonl does not exist"]),
         (["{}/r.toml", "--memory-gib", "-1"], ["--memory-gib"]),
         (["{}/absent/r.toml", "--machine", "cpu"], ["cannot be written"]),
         (["{}/r.toml", "--machine", "cpu", "--model", "{}/absent"], ["does not exist"]),
@@ -99,6 +103,70 @@ def test_wrong_options_are_one_paragraph(
     for word in words:
         assert word in shown
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "columns"),
+    [
+        ({"Question": "q 0 ?", "answer": "1"}, [], ("Question", "answer")),
+        ({"problem": "p 0", "solution": "long", "answer": 3}, [], ("problem", "answer")),
+        (
+            {"q": "p 0", "extra": {"truth": "7"}},
+            ["--prompt-column=q", "--answer-column=extra.truth"],
+            ("q", "extra.truth"),
+        ),
+        ({"prompt": "p 0 " * 400, "answer": "1"}, [], ("prompt", "answer")),
+        ({"question": "p 0"}, ["--task=own-reward"], ("question", "")),
+    ],
+)
+def test_own_data_as_it_is_can_be_planned(
+    row: dict[str, Any],
+    options: list[str],
+    columns: tuple[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    rows = (json.dumps(row).replace("0", str(index)) + "\n" for index in range(1, 40))
+    (tmp_path / "mine.jsonl").write_text("".join(rows))
+    assert init(tmp_path / "r.toml", "--machine=cpu", "--data=mine.jsonl", *options) == 0, capsys.readouterr().err
+    data = load_recipe(tmp_path / "r.toml").data
+    assert (data.prompt_column, data.answer_column) == columns
+    # the templates' run folders are relative to the current folder
+    assert main(["plan", str(tmp_path / "r.toml"), f"--run.output_dir={tmp_path}/runs"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"q": "x", "answer": "1"}, ["called like a prompt: answer, q;", "--prompt-column"]),
+        ({"prompt": "x", "a": "1"}, ["called like an answer: a, prompt;", "--answer-column"]),
+        ({"prompt": 3, "answer": "1"}, ['"prompt" must be text', "line 1"]),
+        ({"messages": [{"role": "user", "content": "x"}], "answer": "1"}, ["conversations", "chat model with --model"]),
+    ],
+)
+def test_what_own_data_lacks_is_named(
+    row: dict[str, Any], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "mine.jsonl").write_text(json.dumps(row) + "\n")
+    assert init(tmp_path / "r.toml", "--machine", "cpu", "--data", "mine.jsonl") == 2
+    shown = capsys.readouterr().err
+    for word in words:
+        assert word in shown
+    assert not (tmp_path / "r.toml").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("task", TASKS)
+def test_every_recipe_learns_as_it_is(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("reasoning_gym")
+    pytest.importorskip("math_verify")
+    monkeypatch.chdir(tmp_path)
+    assert init("r.toml", "--task", task, "--machine", "cpu") == 0
+    assert load_recipe(Path("r.toml")).data.num_heldout >= 32
+    assert main(["train", "r.toml"]) == 0
+    rows = read_metrics("runs/r/metrics.jsonl")
+    rewards = [float(str(row.values["reward_mean"])) for row in rows if row.phase == "evaluate"]
+    assert rewards[-1] > rewards[0] + 0.1
 
 
 def test_list_names_every_task(capsys: pytest.CaptureFixture[str]):

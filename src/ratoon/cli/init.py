@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ratoon.cli.command import Commands, add_command
+from ratoon.cli.data_columns import DataLook, look_at_data
 from ratoon.cli.recipe_templates import (
+    ANSWERLESS_REWARDS_SKELETON,
     FRESH_MODEL,
     REWARDS_FILE,
     REWARDS_SKELETON,
@@ -36,7 +38,9 @@ spot: both run as they are, and are there to be replaced.
 _FRESH_POSITIONS = 512
 _FRESH_RESPONSE_TOKENS = 32
 _FRESH_ROWS = 8_192
-_MOST_HELDOUT = 128
+_MOST_HELDOUT = 64
+_ROOM_AROUND_PROMPT = 256
+"""Tokens for the template around a prompt, and for the response."""
 
 
 def register(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -51,6 +55,10 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument("--model", metavar="FOLDER", help="a model folder, or package:NAME")
     parser.add_argument("--gguf-file", metavar="FILE", help="a GGUF file inside the model folder")
     parser.add_argument("--data", metavar="FILE", help="your data, relative to the recipe; not with reasoning-gym")
+    parser.add_argument("--prompt-column", metavar="NAME", help="of --data; else found by what it is called")
+    parser.add_argument(
+        "--answer-column", metavar="NAME", help='of --data; else found by what it is called; "" for none'
+    )
     parser.add_argument("--memory-gib", type=float, metavar="GIB", help="memory of the machine, if it is not this one")
     parser.add_argument("--force", action="store_true", help="overwrite files that exist")
 
@@ -67,7 +75,8 @@ def _run(known: argparse.Namespace, _: Sequence[str]) -> int:
     _check_options(known)
     task = TASKS[known.task]
     machine: Machine = known.machine or _machine_here()
-    files = _files(task, out, data=known.data, text=recipe_text(_choices(known, task, out, machine)))
+    data = _look_at_data(known, task, out)
+    files = _files(task, out, data, text=recipe_text(_choices(known, task, data, out, machine)))
     _write(files, force=known.force)
     load_recipe(out)  # a recipe that does not load would be our mistake
     print(f"Wrote {', '.join(str(path) for path in files)}.")
@@ -89,6 +98,9 @@ def _listing() -> list[str]:
 def _check_options(known: argparse.Namespace) -> None:
     if known.data is not None and TASKS[known.task].source.startswith(GENERATOR_PREFIX):
         raise UserError(f"--data cannot act on --task {known.task}, which generates its data; choose another task")
+    for name, column in (("prompt", known.prompt_column), ("answer", known.answer_column)):
+        if column is not None and known.data is None:
+            raise UserError(f"--{name}-column names a column of your own data; give the file with --data")
     if known.gguf_file is not None and known.model is None:
         raise UserError("--gguf-file names a file inside a model folder; give the folder with --model")
     if known.memory_gib is not None and known.memory_gib <= 0:
@@ -101,31 +113,48 @@ def _machine_here() -> Machine:
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
-def _choices(known: argparse.Namespace, task: Task, out: Path, machine: Machine) -> Choices:
-    source = task.source if known.data is None else known.data
+def _look_at_data(known: argparse.Namespace, task: Task, out: Path) -> DataLook | None:
+    if known.data is None:
+        return None
+    return look_at_data(
+        known.data,
+        base_dir=out.parent,
+        prompt_column=known.prompt_column,
+        answer_column=known.answer_column,
+        needs_answer=not task.writes_rewards,
+    )
+
+
+def _choices(known: argparse.Namespace, task: Task, data: DataLook | None, out: Path, machine: Machine) -> Choices:
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", out.stem).strip("-._") or "run"
     is_small = machine == "cpu"
+    positions = max(_FRESH_POSITIONS, (data.longest_prompt if data else 0) + _ROOM_AROUND_PROMPT)
     choices = Choices(
         file=shlex.quote(out.name),
         name=name,
         task=task,
         machine=machine,
-        source=source,
-        num_heldout=_num_heldout(task, out.parent / source, is_generated=source == task.source),
-        num_steps=60 if is_small else 200,
-        model=ModelChoice(table=FRESH_MODEL.format(positions=_FRESH_POSITIONS), chat_template=False),
-        prompts_per_step=8 if is_small else 32,
-        group_size=8 if is_small else 16,
-        max_response_tokens=_FRESH_RESPONSE_TOKENS,
-        max_rows_per_microbatch=_FRESH_ROWS,
+        source=known.data or task.source,
+        columns=None if data is None else (data.prompt_column, data.answer_column),
+        is_example=data is None and known.model is None,
+        num_heldout=_MOST_HELDOUT if data is None else min(data.num_rows // 10, _MOST_HELDOUT),
+        num_steps=60,
+        model=ModelChoice(table=FRESH_MODEL.format(positions=positions), chat_template=False),
+        prompts_per_step=16,
+        group_size=16,
+        max_response_tokens=_FRESH_RESPONSE_TOKENS if data else task.example.max_response_tokens,
+        max_rows_per_microbatch=max(_FRESH_ROWS, positions),
         learning_rate="1e-3",
     )
     if known.model is None:
+        _refuse_conversations(known, data, why="the tiny model that is made without --model has none")
         return choices
     # Reading the model takes torch and transformers.
     from ratoon.cli.model_proposal import model_table, propose
 
     proposal = propose(known.model, gguf_file=known.gguf_file, machine=machine, memory_gib=known.memory_gib)
+    if not proposal.has_chat_template:
+        _refuse_conversations(known, data, why=f"the tokenizer of {known.model} has none")
     if not proposal.fits:
         assert proposal.estimate_bytes is not None, "an unknown size counts as fitting"
         print(
@@ -139,28 +168,30 @@ def _choices(known: argparse.Namespace, task: Task, out: Path, machine: Machine)
         model=ModelChoice(
             table=model_table(known.model, known.gguf_file, proposal), chat_template=proposal.has_chat_template
         ),
+        num_steps=60 if is_small else 200,
+        prompts_per_step=8 if is_small else 32,
+        group_size=8 if is_small else 16,
         max_response_tokens=min(task.max_response_tokens, 256) if is_small else task.max_response_tokens,
         max_rows_per_microbatch=proposal.max_rows_per_microbatch,
         learning_rate=proposal.learning_rate,
     )
 
 
-def _num_heldout(task: Task, file: Path, *, is_generated: bool) -> int:
-    """A tenth of the data, and at most `_MOST_HELDOUT`; 2 of the example rows."""
-    if is_generated:
-        return _MOST_HELDOUT if not task.examples else 2
-    if not file.is_file() or file.suffix != ".jsonl":
-        return 0
-    with file.open("rb") as lines:
-        return min(sum(1 for line in lines if line.strip()) // 10, _MOST_HELDOUT)
+def _refuse_conversations(known: argparse.Namespace, data: DataLook | None, *, why: str) -> None:
+    if data is not None and data.is_conversation:
+        raise UserError(
+            f'column "{data.prompt_column}" of {known.data} holds conversations, which only a chat template can '
+            f"render, and {why}; give a chat model with --model, or a column of texts with --prompt-column"
+        )
 
 
-def _files(task: Task, out: Path, *, data: str | None, text: str) -> dict[Path, str]:
+def _files(task: Task, out: Path, data: DataLook | None, *, text: str) -> dict[Path, str]:
     files = {out: text}
-    if task.examples and data is None:
+    if task.example.rows and data is None:
         files[out.parent / task.source] = task.example_text
     if task.writes_rewards:
-        files[out.parent / REWARDS_FILE] = REWARDS_SKELETON
+        has_answers = data is None or bool(data.answer_column)
+        files[out.parent / REWARDS_FILE] = REWARDS_SKELETON if has_answers else ANSWERLESS_REWARDS_SKELETON
     return files
 
 
