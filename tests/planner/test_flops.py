@@ -83,3 +83,12 @@ def test_windows_of_another_number_of_layers_are_refused():
 def test_long_contexts_do_not_overflow():
     million = np.arange(1_000_000, dtype=np.int32)
     assert attended_pairs(million) == 1_000_000 * 1_000_001 // 2
+
+
+def test_frozen_weights_have_no_gradient_of_their_own():
+    layout = pack_groups(
+        [RolloutGroup(Prompt("p", np.ones(5, int)), (Response(np.ones(3, int)), Response(np.ones(4, int))))]
+    )
+    whole = useful_flops(SHAPE, layout)
+    matmuls = 6 * (SHAPE.active_parameters * layout.num_rows + SHAPE.hidden_size * SHAPE.vocab_size * layout.num_scored)
+    assert useful_flops(SHAPE, layout, trains_weights=False) == pytest.approx(whole - matmuls / 3, rel=1e-12)

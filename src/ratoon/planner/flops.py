@@ -15,6 +15,7 @@ from ratoon.types.model_shape import ModelShape
 # Backward of a matrix multiplication is two of them; backward of attention is five for its forward's
 # two, because it multiplies queries by keys again.
 _MATMUL_PASSES = 3.0
+_FROZEN_MATMUL_PASSES = 2.0
 _ATTENTION_PASSES = 3.5
 
 # Dense bf16 TFLOP/s by the vendors' datasheets, by a part of the device's name.
@@ -68,16 +69,20 @@ def attended_pairs(positions_T: NDArray[np.integer[Any]], window: int | None = N
     return int((keys_T if window is None else np.minimum(keys_T, window)).sum())
 
 
-def useful_flops(shape: ModelShape, layout: PackedLayout) -> float:
+def useful_flops(shape: ModelShape, layout: PackedLayout, *, trains_weights: bool = True) -> float:
     """Useful work of forward and backward on a layout; recomputation is not useful work.
 
     6 · active non-embedding parameters · T + 6 · C · V · M + 3.5 · 4 · H · D · pairs, pairs summed
     over layers and counted inside windows. Divided by seconds and the device's peak it is `useful_mfu`.
+
+    trains_weights: False for frozen weights beneath adapters, whose own gradients are not computed: 4 in place of
+        each 6. The adapters' work, a few percent, is left out.
     """
     pairs = sum(
         num_layers * attended_pairs(layout.positions_T, window)
         for window, num_layers in layers_by_window(shape).items()
     )
-    return (
-        row_flops(shape) * layout.num_rows + scored_token_flops(shape) * layout.num_scored + pair_flops(shape) * pairs
-    )
+    matmuls = row_flops(shape) * layout.num_rows + scored_token_flops(shape) * layout.num_scored
+    if not trains_weights:
+        matmuls *= _FROZEN_MATMUL_PASSES / _MATMUL_PASSES
+    return matmuls + pair_flops(shape) * pairs

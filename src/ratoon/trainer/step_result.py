@@ -12,8 +12,6 @@ from ratoon.algorithms.config import AlgorithmConfig
 from ratoon.algorithms.objective import Objective
 from ratoon.distributed import DataParallel
 from ratoon.layout.packed_layout import PackedLayout
-from ratoon.planner import useful_flops
-from ratoon.types.model_shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,11 +118,11 @@ class StepTotals:
         return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in fields(cls)))
 
     @torch.no_grad()
-    def add(self, layout: PackedLayout, shape: ModelShape, objective: Objective, entropy_M: Tensor) -> None:
-        """What one microbatch computed. Every scored token is a loss token."""
+    def add(self, layout: PackedLayout, flops: float, objective: Objective, entropy_M: Tensor) -> None:
+        """What one microbatch computed, `flops` of useful work. Every scored token is a loss token."""
         self.num_rows += layout.num_rows
         self.num_logical_tokens += layout.num_logical_tokens
-        self.useful_flops += useful_flops(shape, layout)
+        self.useful_flops += flops
         self.loss += objective.loss
         self.num_loss_tokens += objective.policy.num_loss_tokens
         self.num_clipped += objective.policy.num_clipped_low + objective.policy.num_clipped_high

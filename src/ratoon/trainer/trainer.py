@@ -18,7 +18,8 @@ from ratoon.algorithms.losses import supervised_loss
 from ratoon.algorithms.objective import ScoredTokens, microbatch_objective
 from ratoon.algorithms.sequences import sequence_sums
 from ratoon.distributed import DataParallel
-from ratoon.models import forward_logprobs, model_shape
+from ratoon.models import forward_logprobs, has_adapters, model_shape
+from ratoon.planner import useful_flops
 from ratoon.trainer.microbatch import Microbatch, Update, build_microbatch
 from ratoon.trainer.optimizer import MasterOptimizer
 from ratoon.trainer.reference import ReferenceScore
@@ -53,6 +54,7 @@ class Trainer:
         self.reference = reference
         self.max_response_tokens = max_response_tokens
         self.shape = model_shape(model.config)
+        self.trains_weights = not has_adapters(model)
         self.device = next(model.parameters()).device
 
     def step(self, updates: Sequence[Update], *, learning_rate: float) -> StepResult:
@@ -188,7 +190,8 @@ class Trainer:
         result = microbatch_objective(self.algorithm, tokens)
         result.loss.backward()
         self.optimizer.accumulate()
-        totals.add(batch.layout, self.shape, result, entropy_M)
+        flops = useful_flops(self.shape, batch.layout, trains_weights=self.trains_weights)
+        totals.add(batch.layout, flops, result, entropy_M)
 
     def _apply(self, learning_rate: float) -> float:
         self.data_parallel.all_reduce_gradients(self.optimizer.masters)
