@@ -28,17 +28,14 @@ from ratoon.planner.memory import (
     WeightsInMemory,
     estimate_memory,
 )
-from ratoon.rollout.engines.cache_budget import CacheLayout
+from ratoon.rollout.engines.cache_budget import BLOCK_TOKENS, CacheLayout
 from ratoon.trainer.checkpoint import FREE_BYTES_MARGIN
+from ratoon.trainer.model_folder import FOLDER_BYTES
 from ratoon.types.errors import UserError
 from ratoon.types.model_shape import ModelShape
 
 NUM_RANKS = 1
 """`ratoon train` runs in one process so far."""
-
-_CACHE_BLOCK_TOKENS = 16
-_FOLDER_BYTES = 32 << 20
-"""Room for a checkpoint's config and tokenizer files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +322,7 @@ def _cache_layout(shape: ModelShape) -> CacheLayout:
     num_full = len(windows) - len(sliding)
     per_group = _common_divisor(num_full, len(sliding))
     return CacheLayout(
-        block_tokens=_CACHE_BLOCK_TOKENS,
+        block_tokens=BLOCK_TOKENS,
         num_full=num_full // per_group,
         num_sliding=len(sliding) // per_group,
         window=sliding[0] if sliding else None,
@@ -344,7 +341,7 @@ def _checkpoint_bytes(recipe: Recipe, model: ModelPreview) -> int | None:
     itemsize = DTYPES[recipe.model.dtype].itemsize
     weights = itemsize * (model.num_parameters if recipe.model.lora is None else model.num_trained)
     state = model.num_trained * (8 + (4 if itemsize < 4 else 0))
-    return weights + state + _FOLDER_BYTES
+    return weights + state + FOLDER_BYTES
 
 
 def _idle_expert_parameters(shape: ModelShape) -> int:

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ratoon.data.user_function import PYTHON_PREFIX, python_target
 from ratoon.rewards.components import (
     EXACT_MATCH,
     FORMAT,
@@ -18,8 +19,6 @@ from ratoon.rewards.components import (
     Match,
 )
 from ratoon.rewards.extraction import Extract
-
-PYTHON_PREFIX = "python:"
 
 OnFailure = Literal["raise", "zero", "drop"]
 
@@ -168,14 +167,6 @@ class RewardConfig(ComponentOptions):
         if repeated := _first_repeated(self.names):
             raise ValueError(f'two of reward.components are called "{repeated}"; give each a `name` of its own')
         return self
-
-
-def python_target(function: str) -> tuple[str, str] | None:
-    """(file, function) of a Python reward, None for the built-in ones."""
-    if not function.startswith(PYTHON_PREFIX):
-        return None
-    file, _, name = function.removeprefix(PYTHON_PREFIX).rpartition(":")
-    return file, name
 
 
 def default_name(function: str) -> str:

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ratoon.models import has_adapters, save_policy_adapters
 
-_FOLDER_BYTES = 32 * 1024 * 1024
+FOLDER_BYTES = 32 * 1024 * 1024
 """Room for config and tokenizer files."""
 
 
@@ -18,7 +18,7 @@ def model_file_bytes(model: nn.Module) -> int:
     else:
         tensors = [*model.parameters(), *model.buffers()]
     storages = {tensor.untyped_storage().data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}
-    return sum(storages.values()) + _FOLDER_BYTES
+    return sum(storages.values()) + FOLDER_BYTES
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:

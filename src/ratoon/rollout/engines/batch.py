@@ -17,8 +17,8 @@ from transformers.generation.continuous_batching import cache as cb_cache
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
 from ratoon.rollout.drafts import GroupDraft, ResponseDraft
-from ratoon.rollout.engines.cache_budget import CacheLayout
-from ratoon.rollout.engines.continuous_batching import BLOCK_TOKENS, SampledRequest, build_processor
+from ratoon.rollout.engines.cache_budget import BLOCK_TOKENS, CacheLayout
+from ratoon.rollout.engines.continuous_batching import SampledRequest, build_processor
 from ratoon.rollout.errors import RolloutError
 from ratoon.types import UserError
 

@@ -5,6 +5,9 @@
 from dataclasses import dataclass
 from math import ceil
 
+BLOCK_TOKENS = 16
+"""Tokens of one cache block: small, since every response copies the block in which its prompt ends."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:

@@ -32,12 +32,10 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from ratoon.rollout.drafts import ResponseDraft
 from ratoon.rollout.draws import sample_tokens, uniform_draws
+from ratoon.rollout.engines.cache_budget import BLOCK_TOKENS
 from ratoon.rollout.engines.reads import BatchReads, LayerReads, Request
 from ratoon.rollout.errors import TESTED_TRANSFORMERS, RolloutError
 from ratoon.rollout.truncation import Truncation, sample_kept_tokens
-
-BLOCK_TOKENS = 16
-"""Tokens of one cache block: small, since every response copies the block in which its prompt ends."""
 
 PREFILL_TOKENS = 2_048
 """Most tokens of one forward pass; longer prompts are read in pieces."""
