@@ -145,7 +145,7 @@ def test_room_for_a_checkpoint_is_looked_for_before_the_warm_start(
     assert tiny.train("--trainer.num_steps=1", f"--model.dtype={dtype}", "--run.name=measured").status == 0
     checkpoint = tiny.run_dir.with_name("measured") / "checkpoints" / "step-000001"
     needed = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-    room = checkpoint_module.FREE_BYTES_MARGIN + model_folder._FOLDER_BYTES
+    room = checkpoint_module.FREE_BYTES_MARGIN + model_folder.FOLDER_BYTES
     usage = shutil.disk_usage(tiny.folder)
     # The checkpoint's JSON files, and what is left free beside them, are the estimate's error.
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed + room - 100_000))
