@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ratoon.attention import AttentionPlan
-from ratoon.attention.flash.schedule import build_varlen_schedule
-from ratoon.layout import PackedLayout
+from ratoon.attention.flash.schedule import build_cpu_schedule, build_varlen_schedule
 
 
 def _probabilities(q: Tensor, k: Tensor, lse_HQ: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -71,9 +70,9 @@ class FakeVarlenKernels:
             dv[keys] = torch.einsum("hqk,qhd->khd", probs, dout[rows]).unflatten(1, (-1, group)).sum(dim=2)
         return dq, dk, dv
 
-    def on_this_plan(self, layout: PackedLayout, plan: AttentionPlan) -> AttentionPlan:
+    def on_this_plan(self, plan: AttentionPlan) -> AttentionPlan:
         """The plan with the schedule that a CUDA device would get."""
-        return replace(plan, flash=build_varlen_schedule(layout, plan.device))
+        return replace(plan, _schedules={(build_cpu_schedule,): build_varlen_schedule(plan)})
 
     @contextmanager
     def installed(self) -> Iterator[None]:

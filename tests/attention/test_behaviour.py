@@ -160,7 +160,7 @@ def test_one_varlen_call_a_level_whatever_the_number_of_groups():
         (make_chain(6, 2), 7),
     ):
         case = make_case(layout)
-        plan = fake_varlen_kernels.on_this_plan(layout, AttentionPlan.build(layout))
+        plan = fake_varlen_kernels.on_this_plan(AttentionPlan.build(layout))
         with fake_varlen_kernels.installed(), torch.no_grad():
             fake_varlen_kernels.num_calls = 0
             forest_attention(case.q_THD, case.k_THD, case.v_THE, plan, impl="flash")

@@ -45,7 +45,7 @@ def attend(layout: PackedLayout, impl: str, window: int | None = None) -> Callab
     def attention(case: Case) -> Tensor:
         plan = AttentionPlan.build(layout, window=window)
         if impl == "flash-varlen":
-            plan = fake_varlen_kernels.on_this_plan(layout, plan)
+            plan = fake_varlen_kernels.on_this_plan(plan)
         return forest_attention(
             case.q_THD,
             case.k_THD,

@@ -70,8 +70,7 @@ def forest_attention(
     )
     match resolve_impl(request, impl).impl:
         case "flash":
-            assert plan.flash is not None, "a plan without a window has a flash schedule"
-            return flash_attention(q_THD, k_THD, v_THD, plan.flash, softmax_scale=scale, sinks_H=sinks_H)
+            return flash_attention(q_THD, k_THD, v_THD, plan, softmax_scale=scale, sinks_H=sinks_H)
         case "reference":
             return reference_attention(q_THD, k_THD, v_THD, plan, softmax_scale=scale, softcap=softcap, sinks_H=sinks_H)
         case chosen:

@@ -2,14 +2,17 @@
 
 # Shape letters: T rows, S segments.
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from ratoon.attention.flash.schedule import CpuSchedule, VarlenSchedule, build_cpu_schedule, build_varlen_schedule
-from ratoon.attention.row_blocks import RowBlock, build_row_blocks
 from ratoon.layout import PackedLayout
+
+Schedule = TypeVar("Schedule")
+Sizes = ParamSpec("Sizes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,11 +35,9 @@ class AttentionPlan:
     expiry_T: Tensor
     """[T] int32. The row at which a key stops being read."""
 
-    row_blocks: tuple[RowBlock, ...]
-    """The reference's schedule."""
+    layout: PackedLayout
 
-    flash: CpuSchedule | VarlenSchedule | None
-    """The flash kernels' schedule on this device; None where they cannot express the plan (a window)."""
+    _schedules: dict[tuple[Hashable, ...], Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(
@@ -59,20 +60,26 @@ class AttentionPlan:
         device = _with_index(torch.device(device))
         if window is not None and window > int(layout.positions_T.max(initial=0)):
             window = None
-        flash: CpuSchedule | VarlenSchedule | None = None
-        if window is None and device.type == "cuda":
-            flash = build_varlen_schedule(layout, device)
-        elif window is None and device.type == "cpu":
-            flash = build_cpu_schedule(layout)
         return cls(
             num_rows=layout.num_rows,
             device=device,
             window=window,
             positions_T=torch.tensor(layout.positions_T, device=device),
             expiry_T=torch.tensor(layout.expiry_T, device=device),
-            row_blocks=build_row_blocks(layout, window),
-            flash=flash,
+            layout=layout,
         )
+
+    def schedule(
+        self,
+        build: "Callable[Concatenate[AttentionPlan, Sizes], Schedule]",
+        *sizes: Sizes.args,
+        **named_sizes: Sizes.kwargs,
+    ) -> Schedule:
+        """`build(self, *sizes)`, built at the first call: layers share it, and kernels that never run cost nothing."""
+        key = (build, *sizes, *sorted(named_sizes.items()))
+        if key not in self._schedules:
+            self._schedules[key] = build(self, *sizes, **named_sizes)
+        return cast(Schedule, self._schedules[key])
 
 
 def _with_index(device: torch.device) -> torch.device:

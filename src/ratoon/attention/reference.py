@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ratoon.attention.plan import AttentionPlan
-from ratoon.attention.row_blocks import RowBlock
+from ratoon.attention.row_blocks import RowBlock, build_row_blocks
 
 
 def reference_attention(
@@ -49,7 +49,7 @@ class _ReferenceAttention(torch.autograd.Function):
         ctx.save_for_backward(q_THD, k_THD, v_THE, sinks_H)
         ctx.plan, ctx.softmax_scale, ctx.softcap = plan, softmax_scale, softcap
         out_THE = q_THD.new_empty(*q_THD.shape[:2], v_THE.shape[2])
-        for block in plan.row_blocks:
+        for block in plan.schedule(build_row_blocks):
             with _without_autocast(q_THD):
                 out_THE[block.start : block.end] = _attend_block(
                     q_THD[block.start : block.end],
@@ -74,7 +74,7 @@ class _ReferenceAttention(torch.autograd.Function):
         dk_THD = torch.zeros_like(k_THD, dtype=compute_dtype)
         dv_THE = torch.zeros_like(v_THE, dtype=compute_dtype)
         dsinks_H = None if sinks_H is None else torch.zeros_like(sinks_H, dtype=compute_dtype)
-        for block in ctx.plan.row_blocks:
+        for block in ctx.plan.schedule(build_row_blocks):
             leaves = [q_THD[block.start : block.end], _gather(k_THD, block), _gather(v_THE, block)]
             leaves += [] if sinks_H is None else [sinks_H]
             leaves = [leaf.detach().to(compute_dtype).requires_grad_() for leaf in leaves]

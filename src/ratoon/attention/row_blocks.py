@@ -5,7 +5,7 @@
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from ratoon.layout import PackedLayout
+from ratoon.attention.plan import AttentionPlan
 
 MAX_BLOCK_ROWS = 256
 MAX_BLOCK_SCORES = 1 << 20
@@ -23,8 +23,9 @@ class RowBlock:
     """Disjoint half-open row ranges, ascending."""
 
 
-def build_row_blocks(layout: PackedLayout, window: int | None) -> tuple[RowBlock, ...]:
+def build_row_blocks(plan: AttentionPlan) -> tuple[RowBlock, ...]:
     """Blocks that cover all rows in order. Keys outside every row's path or window are left out."""
+    layout, window = plan.layout, plan.window
     offsets: list[int] = layout.segment_offsets.tolist()
     parents: list[int] = layout.segment_parent.tolist()
     first_positions: list[int] = layout.positions_T[layout.segment_offsets[:-1]].tolist()

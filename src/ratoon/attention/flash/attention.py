@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from ratoon.attention.flash import cpu, fa2
 from ratoon.attention.flash.merged import MergedRows
-from ratoon.attention.flash.schedule import CpuSchedule, VarlenSchedule
+from ratoon.attention.flash.schedule import CpuSchedule, VarlenSchedule, build_cpu_schedule, build_varlen_schedule
+from ratoon.attention.plan import AttentionPlan
 
 FA2_HEAD_DIM_MULTIPLE = 8
 
@@ -20,7 +21,7 @@ def flash_attention(
     q_THD: Tensor,
     k_THD: Tensor,
     v_THD: Tensor,
-    schedule: CpuSchedule | VarlenSchedule,
+    plan: AttentionPlan,
     *,
     softmax_scale: float,
     sinks_H: Tensor | None,
@@ -30,6 +31,7 @@ def flash_attention(
     The kernels want one head dim for all three: zeros added to the shorter ones change no score and
     no value, and are cut off again.
     """
+    schedule = plan.schedule(build_cpu_schedule if plan.device.type == "cpu" else build_varlen_schedule)
     v_head_dim = v_THD.shape[2]
     head_dim = max(q_THD.shape[2], v_head_dim)
     if isinstance(schedule, VarlenSchedule):

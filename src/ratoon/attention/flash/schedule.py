@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ratoon.attention.plan import AttentionPlan
 from ratoon.layout import PackedLayout
 
 MAX_GATHERED_RUN = 8
@@ -113,7 +114,8 @@ class VarlenSchedule:
     """For each depth of a node that has descendants: these, with all keys of the node."""
 
 
-def build_varlen_schedule(layout: PackedLayout, device: torch.device) -> VarlenSchedule:
+def build_varlen_schedule(plan: AttentionPlan) -> VarlenSchedule:
+    layout, device = plan.layout, plan.device
     starts_S, ends_S = layout.segment_offsets[:-1], layout.segment_offsets[1:]
     lengths_S = ends_S - starts_S
     subtree_ends_S = layout.expiry_T[starts_S]
@@ -139,7 +141,8 @@ def build_varlen_schedule(layout: PackedLayout, device: torch.device) -> VarlenS
     )
 
 
-def build_cpu_schedule(layout: PackedLayout) -> CpuSchedule:
+def build_cpu_schedule(plan: AttentionPlan) -> CpuSchedule:
+    layout = plan.layout
     lengths_S = np.diff(layout.segment_offsets)
     own: list[Runs] = []
     for length in np.unique(lengths_S).tolist():
