@@ -32,7 +32,7 @@ def test_states_are_what_the_rule_says(layout: PackedLayout, window: int | None,
     assert state_RK.shape == (-(-layout.num_rows // row_tile), -(-layout.num_rows // key_tile))
     for (r, k), state in np.ndenumerate(state_RK):
         tile = mask[r * row_tile : (r + 1) * row_tile, k * key_tile : (k + 1) * key_tile]
-        if tile.all() and tile.shape[1] == key_tile:
+        if tile.all() and tile.shape == (row_tile, key_tile):
             assert state == TileState.FULL
         elif tile.any():
             assert state == TileState.PARTIAL

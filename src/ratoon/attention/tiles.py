@@ -18,7 +18,7 @@ class TileState(IntEnum):
     PARTIAL = 1
     """Some rows read some keys: the kernel must ask the rule of every pair."""
     FULL = 2
-    """Every row reads every key, and no key is missing: nothing is left to ask."""
+    """Every row reads every key, and both tiles are whole: nothing is left to ask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,7 +62,7 @@ def build_tile_map(layout: PackedLayout, window: int | None, *, row_tile: int, k
     first_key, last_key = (extremum[None] for extremum in _extrema(rows_T, key_tile))
     first_expiry, last_expiry = (extremum[None] for extremum in _extrema(layout.expiry_T, key_tile))
     is_read = (first_key <= last_row) & (np.maximum(first_row, first_key) < last_expiry)
-    is_whole = last_key - first_key == key_tile - 1
+    is_whole = (last_row - first_row == row_tile - 1) & (last_key - first_key == key_tile - 1)
     is_full = is_whole & (last_key <= first_row) & (last_row < first_expiry)
     if window is not None:
         lowest_query, highest_query = (extremum[:, None] for extremum in _extrema(layout.positions_T, row_tile))
