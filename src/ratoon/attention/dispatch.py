@@ -9,10 +9,12 @@ from typing import ParamSpec, cast
 import torch
 from torch import Tensor
 
+from ratoon.attention import reference
+from ratoon.attention.autograd import KernelPair, attend
 from ratoon.attention.flash.attention import flash_attention
 from ratoon.attention.impls import AttentionRequest, Feature, resolve_impl
+from ratoon.attention.kernel import Scoring
 from ratoon.attention.plan import AttentionPlan
-from ratoon.attention.reference import reference_attention
 
 Params = ParamSpec("Params")
 
@@ -72,7 +74,11 @@ def forest_attention(
         case "flash":
             return flash_attention(q_THD, k_THD, v_THD, plan, softmax_scale=scale, sinks_H=sinks_H)
         case "reference":
-            return reference_attention(q_THD, k_THD, v_THD, plan, softmax_scale=scale, softcap=softcap, sinks_H=sinks_H)
+            scoring, kernels = (
+                Scoring(softmax_scale=scale, softcap=softcap),
+                KernelPair(reference.forward, reference.backward),
+            )
+            return attend(q_THD, k_THD, v_THD, sinks_H, plan, scoring, kernels, deterministic=deterministic)
         case chosen:
             raise AssertionError(f"no such implementation: {chosen}")
 

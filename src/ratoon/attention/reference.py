@@ -3,148 +3,123 @@
 # Shape letters: T rows, B rows of a block, K keys of a block, H heads (Hq query, Hkv key and value),
 # G query heads of one key head, D head dim, E value head dim.
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ratoon.attention.kernel import Scoring
 from ratoon.attention.plan import AttentionPlan
 from ratoon.attention.row_blocks import RowBlock, build_row_blocks
 
 
-def reference_attention(
+def forward(
+    q_THD: Tensor, k_THD: Tensor, v_THE: Tensor, sinks_H: Tensor | None, plan: AttentionPlan, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """A `ForwardKernel`. Computes in fp32, in fp64 for fp64."""
+    dtype = _compute_dtype(q_THD)
+    num_rows, num_heads, _ = q_THD.shape
+    num_kv_heads = k_THD.shape[1]
+    out_THE = q_THD.new_empty(num_rows, num_heads, v_THE.shape[2])
+    lse_HT = q_THD.new_empty(num_heads, num_rows, dtype=dtype)
+    for block in plan.schedule(build_row_blocks):
+        rows = slice(block.start, block.end)
+        mask_BK = _mask(plan, block)
+        k_H1KD, v_H1KE, bad_HK = _keys_and_values(k_THD, v_THE, block, dtype)
+        q_HGBD = _by_key_head(q_THD[rows].to(dtype), num_kv_heads)
+        scores_HGBK = _scores(q_HGBD, k_H1KD, scoring).masked_fill(~mask_BK, -torch.inf)
+        lse_HGB1 = scores_HGBK.logsumexp(dim=-1, keepdim=True)
+        if sinks_H is not None:
+            # A sink takes its share of the probability and gives no value.
+            lse_HGB1 = torch.logaddexp(lse_HGB1, sinks_H.to(dtype).view(num_kv_heads, -1, 1, 1))
+        out_HGBE = torch.matmul(_probabilities(scores_HGBK, lse_HGB1), v_H1KE)
+        reads_bad_HB = (mask_BK & bad_HK[:, None]).any(dim=2)
+        out_HGBE.masked_fill_(reads_bad_HB[:, None, :, None], torch.nan)
+        out_THE[rows] = out_HGBE.permute(2, 0, 1, 3).flatten(1, 2)
+        lse_HT[:, rows] = lse_HGB1.flatten(0, 1)[..., 0]
+    return out_THE, lse_HT
+
+
+def backward(
+    dout_THE: Tensor,
     q_THD: Tensor,
     k_THD: Tensor,
     v_THE: Tensor,
+    out_THE: Tensor,
+    lse_HT: Tensor,
     plan: AttentionPlan,
+    scoring: Scoring,
     *,
-    softmax_scale: float,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
-    """[T, Hq, E] in q's dtype. Computes in fp32, in fp64 for fp64; keeps no scores for the backward pass."""
-    return _ReferenceAttention.apply(q_THD, k_THD, v_THE, sinks_H, plan, softmax_scale, softcap)
-
-
-def _without_autocast(q_THD: Tensor) -> torch.autocast:
-    """The dtype of the computation is ours to choose, in the backward pass too."""
-    return torch.autocast(q_THD.device.type, enabled=False)
-
-
-class _ReferenceAttention(torch.autograd.Function):
-    """Block by block in both directions; a block's gradient is autograd's, of the block computed again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THE: Tensor,
-        sinks_H: Tensor | None,
-        plan: AttentionPlan,
-        softmax_scale: float,
-        softcap: float | None,
-    ) -> Tensor:
-        ctx.save_for_backward(q_THD, k_THD, v_THE, sinks_H)
-        ctx.plan, ctx.softmax_scale, ctx.softcap = plan, softmax_scale, softcap
-        out_THE = q_THD.new_empty(*q_THD.shape[:2], v_THE.shape[2])
-        for block in plan.schedule(build_row_blocks):
-            with _without_autocast(q_THD):
-                out_THE[block.start : block.end] = _attend_block(
-                    q_THD[block.start : block.end],
-                    _gather(k_THD, block),
-                    _gather(v_THE, block),
-                    sinks_H,
-                    _mask(plan, block),
-                    softmax_scale,
-                    softcap,
-                )
-        return out_THE
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, dout_THE: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        q_THD, k_THD, v_THE, sinks_H = ctx.saved_tensors
-        compute_dtype = _compute_dtype(q_THD)
-        dq_THD = torch.empty_like(q_THD)
-        # Many blocks add to one key: sum in the dtype of the computation.
-        dk_THD = torch.zeros_like(k_THD, dtype=compute_dtype)
-        dv_THE = torch.zeros_like(v_THE, dtype=compute_dtype)
-        dsinks_H = None if sinks_H is None else torch.zeros_like(sinks_H, dtype=compute_dtype)
-        for block in ctx.plan.schedule(build_row_blocks):
-            leaves = [q_THD[block.start : block.end], _gather(k_THD, block), _gather(v_THE, block)]
-            leaves += [] if sinks_H is None else [sinks_H]
-            leaves = [leaf.detach().to(compute_dtype).requires_grad_() for leaf in leaves]
-            with torch.enable_grad(), _without_autocast(q_THD):
-                out_BHE = _attend_block(
-                    leaves[0],
-                    leaves[1],
-                    leaves[2],
-                    None if sinks_H is None else leaves[3],
-                    _mask(ctx.plan, block),
-                    ctx.softmax_scale,
-                    ctx.softcap,
-                )
-                dout_BHE = dout_THE[block.start : block.end].to(compute_dtype)
-                block_grads = torch.autograd.grad(out_BHE, leaves, dout_BHE)
-            dq_THD[block.start : block.end] = block_grads[0]
-            _scatter_add(dk_THD, block_grads[1], block)
-            _scatter_add(dv_THE, block_grads[2], block)
-            if dsinks_H is not None:
-                dsinks_H += block_grads[3]
-        return (
-            dq_THD,
-            dk_THD.to(k_THD.dtype),
-            dv_THE.to(v_THE.dtype),
-            None if dsinks_H is None or sinks_H is None else dsinks_H.to(sinks_H.dtype),
-            None,
-            None,
-            None,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A `BackwardKernel`, bitwise reproducible always: blocks follow one another."""
+    dtype = _compute_dtype(q_THD)
+    num_kv_heads = k_THD.shape[1]
+    dq_THD = torch.empty_like(q_THD)
+    # Many blocks add to one key: sum in the dtype of the computation.
+    dk_THD = torch.zeros_like(k_THD, dtype=dtype)
+    dv_THE = torch.zeros_like(v_THE, dtype=dtype)
+    for block in plan.schedule(build_row_blocks):
+        rows = slice(block.start, block.end)
+        hidden_BK = ~_mask(plan, block)
+        k_H1KD, v_H1KE, _ = _keys_and_values(k_THD, v_THE, block, dtype)
+        q_HGBD, dout_HGBE, out_HGBE = (
+            _by_key_head(x[rows].to(dtype), num_kv_heads) for x in (q_THD, dout_THE, out_THE)
         )
+        lse_HGB1 = lse_HT[:, rows].view(num_kv_heads, -1, block.end - block.start, 1)
+        scores_HGBK = _scores(q_HGBD, k_H1KD, scoring)
+        # Hidden pairs are zeroed, not multiplied by zero: a row that is not finite must stay alone.
+        probs_HGBK = _probabilities(scores_HGBK.masked_fill(hidden_BK, -torch.inf), lse_HGB1)
+        probs_HGBK = probs_HGBK.masked_fill(hidden_BK, 0.0)
+        dprobs_HGBK = torch.matmul(dout_HGBE, v_H1KE.mT)
+        mean_HGB1 = (dout_HGBE * out_HGBE).sum(dim=-1, keepdim=True)
+        dscores_HGBK = probs_HGBK * (dprobs_HGBK - mean_HGB1) * scoring.softmax_scale
+        if scoring.softcap is not None:
+            dscores_HGBK *= 1 - (scores_HGBK / scoring.softcap).square()
+        dscores_HGBK = dscores_HGBK.masked_fill(hidden_BK, 0.0)
+        dq_THD[rows] = torch.matmul(dscores_HGBK, k_H1KD).permute(2, 0, 1, 3).flatten(1, 2)
+        _scatter_add(dk_THD, _sum_over_rows(dscores_HGBK, q_HGBD), block)
+        _scatter_add(dv_THE, _sum_over_rows(probs_HGBK, dout_HGBE), block)
+    return dq_THD, dk_THD.to(k_THD.dtype), dv_THE.to(v_THE.dtype)
 
 
 def _compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _attend_block(
-    q_BHD: Tensor,
-    k_KHD: Tensor,
-    v_KHE: Tensor,
-    sinks_H: Tensor | None,
-    mask_BK: Tensor,
-    softmax_scale: float,
-    softcap: float | None,
-) -> Tensor:
-    """[B, Hq, E] in the dtype of the computation."""
-    dtype = _compute_dtype(q_BHD)
-    num_rows, num_heads, head_dim = q_BHD.shape
-    num_kv_heads = k_KHD.shape[1]
-    q_HGBD = q_BHD.to(dtype).view(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    k_H1DK = k_KHD.to(dtype).permute(1, 2, 0)[:, None]
-    v_H1KE = v_KHE.to(dtype).transpose(0, 1)[:, None]
-    # A probability of 0 times NaN is NaN: keys and values that are not finite are put back as NaN below, in the
-    # rows that read them.
-    bad_HK = ~(k_H1DK.isfinite().all(dim=2)[:, 0] & v_H1KE.isfinite().all(dim=3)[:, 0])
-    k_H1DK, v_H1KE = k_H1DK.nan_to_num(0.0, 0.0, 0.0), v_H1KE.nan_to_num(0.0, 0.0, 0.0)
-    scores_HGBK = torch.matmul(q_HGBD, k_H1DK) * softmax_scale
-    if softcap is not None:
-        scores_HGBK = torch.tanh(scores_HGBK / softcap) * softcap
-    scores_HGBK = scores_HGBK.masked_fill(~mask_BK, -torch.inf)
-    if sinks_H is not None:
-        sinks_HGB1 = sinks_H.to(dtype).view(num_kv_heads, -1, 1, 1).expand(*scores_HGBK.shape[:3], 1)
-        # A sink takes its share of the probability and gives no value.
-        probs_HGBK = torch.cat([scores_HGBK, sinks_HGB1], dim=-1).softmax(dim=-1)[..., :-1]
-    else:
-        probs_HGBK = scores_HGBK.softmax(dim=-1)
-    out_HGBE = torch.matmul(probs_HGBK, v_H1KE)
-    reads_bad_HB = (mask_BK & bad_HK[:, None]).any(dim=2)
-    spoilt_HB = torch.zeros_like(reads_bad_HB, dtype=dtype).masked_fill(reads_bad_HB, torch.nan)
-    out_HGBE = out_HGBE + spoilt_HB[:, None, :, None]
-    return out_HGBE.permute(2, 0, 1, 3).reshape(num_rows, num_heads, -1)
+def _by_key_head(tensor_BHD: Tensor, num_kv_heads: int) -> Tensor:
+    """[B, Hq, D] -> [Hkv, G, B, D]."""
+    return tensor_BHD.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+
+
+def _keys_and_values(
+    k_THD: Tensor, v_THE: Tensor, block: RowBlock, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> [Hkv, 1, K, D], [Hkv, 1, K, E], and [Hkv, K] bool: which were not finite.
+
+    A probability of 0 times NaN is NaN: what is not finite becomes 0, and the rows that read it are told.
+    """
+    k_H1KD = _gather(k_THD, block).to(dtype).transpose(0, 1)[:, None]
+    v_H1KE = _gather(v_THE, block).to(dtype).transpose(0, 1)[:, None]
+    bad_HK = ~(k_H1KD.isfinite().all(dim=3)[:, 0] & v_H1KE.isfinite().all(dim=3)[:, 0])
+    return k_H1KD.nan_to_num(0.0, 0.0, 0.0), v_H1KE.nan_to_num(0.0, 0.0, 0.0), bad_HK
+
+
+def _scores(q_HGBD: Tensor, k_H1KD: Tensor, scoring: Scoring) -> Tensor:
+    """[Hkv, G, B, K], of hidden pairs too."""
+    scores_HGBK = torch.matmul(q_HGBD, k_H1KD.mT) * scoring.softmax_scale
+    return scores_HGBK if scoring.softcap is None else torch.tanh(scores_HGBK / scoring.softcap) * scoring.softcap
+
+
+def _probabilities(scores_HGBK: Tensor, lse_HGB1: Tensor) -> Tensor:
+    """exp(scores - lse), where the keys are all of their rows' keys.
+
+    By the keys' own softmax, which rounds less than a difference from a log-sum-exp; a sink leaves them a share.
+    """
+    return scores_HGBK.softmax(dim=-1) * torch.exp(scores_HGBK.logsumexp(dim=-1, keepdim=True) - lse_HGB1)
+
+
+def _sum_over_rows(weights_HGBK: Tensor, tensor_HGBD: Tensor) -> Tensor:
+    """[K, Hkv, D]: each key's sum over the rows and query heads that read it."""
+    return torch.matmul(weights_HGBK.flatten(1, 2).mT, tensor_HGBD.flatten(1, 2)).transpose(0, 1)
 
 
 def _mask(plan: AttentionPlan, block: RowBlock) -> Tensor:
