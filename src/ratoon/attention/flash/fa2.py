@@ -1,95 +1,123 @@
 """PyTorch's own FlashAttention-2 varlen kernels: one call a level, nothing to install. Half precision, CUDA."""
 
-# Shape letters: T rows, L rows of a level, H heads (Hq query, Hkv key and value), D head dim.
+# Shape letters: T rows, K keys of a level, H heads (Hq query, Hkv key and value), D head dim, E value head dim.
 
 import torch
 from torch import Tensor
 
-from ratoon.attention.flash.merged import MergedRows
-from ratoon.attention.flash.schedule import Rows, VarlenLevel, VarlenSchedule
+from ratoon.attention.flash.levels import CoveringLevel, OwnRuns, build_covering_levels
+from ratoon.attention.flash.merge import add_level, add_sinks, merge_level
+from ratoon.attention.flash.padding import cut, kernel_ready, round_up
+from ratoon.attention.kernel import Scoring
+from ratoon.attention.plan import AttentionPlan
+
+HEAD_DIM_MULTIPLE = 8
 
 _forward = torch.ops.aten._flash_attention_forward
 _backward = torch.ops.aten._flash_attention_backward
 
 
-def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, schedule: VarlenSchedule, softmax_scale: float) -> MergedRows:
-    """Output in fp32 where levels were merged, else in q's dtype.
-
-    Every row of a level has a key there, so that no log-sum-exp is infinite.
-    """
-    out_THD, lse_HT, dropout_state = _forward_level(q_THD, k_THD, v_THD, schedule.own, softmax_scale, is_causal=True)
-    if schedule.ancestors:
+def forward(
+    q_THD: Tensor, k_THD: Tensor, v_THE: Tensor, sinks_H: Tensor | None, plan: AttentionPlan, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """See `ForwardKernel`. Head dims to 256."""
+    v_head_dim = v_THE.shape[2]
+    q_THD, k_THD, v_THD = _with_one_head_dim(q_THD, k_THD, v_THE)
+    levels = plan.schedule(build_covering_levels)
+    out_THD, lse_HT = _forward_level(q_THD, k_THD, v_THD, levels.own, scoring)
+    if len(levels.ancestors) > 1:  # a row adds one part a level: its sum is rounded once
         out_THD = out_THD.to(lse_HT.dtype)
-    for level in schedule.ancestors:
-        part_LHD, part_lse_HL, _ = _forward_level(q_THD, k_THD, v_THD, level, softmax_scale, is_causal=False)
-        rows = level.query_rows
-        lse_HL = lse_HT[:, rows]
-        weight_LH = torch.sigmoid(part_lse_HL - lse_HL).T
-        out_THD[rows] = torch.lerp(out_THD[rows], part_LHD.to(out_THD.dtype), weight_LH[..., None])
-        lse_HT[:, rows] = torch.logaddexp(lse_HL, part_lse_HL)
-    return MergedRows(out_THD, lse_HT.T, dropout_state)
+    for level in levels.ancestors:
+        k_KHD, v_KHD = _take(k_THD, level.key_rows), _take(v_THD, level.key_rows)
+        part_THD, part_lse_HT = _forward_level(q_THD, k_KHD, v_KHD, level, scoring)
+        merge_level(out_THD, lse_HT, part_THD, part_lse_HT, level.reads_T)
+    if sinks_H is not None:
+        out_THD, lse_HT = add_sinks(out_THD, lse_HT, sinks_H)
+    return cut(out_THD, v_head_dim).to(q_THD.dtype), lse_HT
 
 
 def backward(
-    dout_THD: Tensor,
+    dout_THE: Tensor,
     q_THD: Tensor,
     k_THD: Tensor,
-    v_THD: Tensor,
-    merged: MergedRows,
-    schedule: VarlenSchedule,
-    softmax_scale: float,
+    v_THE: Tensor,
+    out_THE: Tensor,
+    lse_HT: Tensor,
+    plan: AttentionPlan,
+    scoring: Scoring,
+    *,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q (fp32 where levels were summed), k and v.
+    """See `BackwardKernel`. Sums dq by atomics, so it is never deterministic.
 
-    With the merged output and log-sum-exp, each part's kernel sees the probabilities of the whole row.
+    With the merged output and log-sum-exp, each level's kernel sees the probabilities of the whole row.
     """
-    lse_HT = merged.lse_TH.T
+    assert not deterministic, "FA2 sums dq in an order that changes from run to run"
+    head_dim, v_head_dim = q_THD.shape[2], v_THE.shape[2]
+    q_THD, k_THD, v_THD = _with_one_head_dim(q_THD, k_THD, v_THE)
+    dout_THD, out_THD = (kernel_ready(x, q_THD.shape[2]) for x in (dout_THE, out_THE))
+    lse_HT = lse_HT.contiguous()
+    levels = plan.schedule(build_covering_levels)
 
-    def level_gradients(level: VarlenLevel, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-        rows, key_rows = level.query_rows, level.key_rows
+    def gradients(k_KHD: Tensor, v_KHD: Tensor, runs: OwnRuns | CoveringLevel) -> tuple[Tensor, Tensor, Tensor]:
         return _backward(
-            *(_take(dout_THD, rows), _take(q_THD, rows), _take(k_THD, key_rows), _take(v_THD, key_rows)),
-            *(_take(merged.out_THD, rows), lse_HT[:, rows].contiguous()),
-            *(level.cu_seqlens_q, level.cu_seqlens_k, level.max_seqlen_q, level.max_seqlen_k),
-            *(0.0, is_causal, *merged.dropout_state),
-            scale=softmax_scale,
+            *(dout_THD, q_THD, k_KHD, v_KHD, out_THD, lse_HT, *_runs(runs)),
+            *(0.0, isinstance(runs, OwnRuns), *_dropout_state(q_THD.device)),
+            scale=scoring.softmax_scale,
         )
 
-    dq_THD, dk_THD, dv_THD = level_gradients(schedule.own, is_causal=True)
-    if schedule.ancestors:
+    dq_THD, dk_THD, dv_THD = gradients(k_THD, v_THD, levels.own)
+    if len(levels.ancestors) > 1:
         # A row adds one part a level; a key adds two parts at most, whatever the depth.
         dq_THD = dq_THD.to(lse_HT.dtype)
-    for level in schedule.ancestors:
-        dq_LHD, dk_LHD, dv_LHD = level_gradients(level, is_causal=False)
-        _add(dq_THD, level.query_rows, dq_LHD)
-        _add(dk_THD, level.key_rows, dk_LHD)
-        _add(dv_THD, level.key_rows, dv_LHD)
-    return dq_THD, dk_THD, dv_THD
+    for level in levels.ancestors:
+        k_KHD, v_KHD = _take(k_THD, level.key_rows), _take(v_THD, level.key_rows)
+        dq_part_THD, dk_KHD, dv_KHD = gradients(k_KHD, v_KHD, level)
+        add_level(dq_THD, dq_part_THD, level.reads_T)
+        _add_rows(dk_THD, level.key_rows, dk_KHD)
+        _add_rows(dv_THD, level.key_rows, dv_KHD)
+    return cut(dq_THD, head_dim).to(q_THD.dtype), cut(dk_THD, head_dim), cut(dv_THD, v_head_dim)
+
+
+def _with_one_head_dim(q_THD: Tensor, k_THD: Tensor, v_THE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    head_dim = round_up(max(q_THD.shape[2], v_THE.shape[2]), HEAD_DIM_MULTIPLE)
+    return kernel_ready(q_THD, head_dim), kernel_ready(k_THD, head_dim), kernel_ready(v_THE, head_dim)
 
 
 def _forward_level(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, level: VarlenLevel, softmax_scale: float, *, is_causal: bool
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """-> [L, Hq, D], [Hq, L], dropout state."""
-    out_LHD, lse_HL, rng_state, unused, _ = _forward(
-        *(_take(q_THD, level.query_rows), _take(k_THD, level.key_rows), _take(v_THD, level.key_rows)),
-        *(level.cu_seqlens_q, level.cu_seqlens_k, level.max_seqlen_q, level.max_seqlen_k),
-        *(0.0, is_causal, False),
-        scale=softmax_scale,
+    q_THD: Tensor, k_KHD: Tensor, v_KHD: Tensor, runs: OwnRuns | CoveringLevel, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """-> [T, Hq, D], [Hq, T]."""
+    out_THD, lse_HT, *_ = _forward(
+        *(q_THD, k_KHD, v_KHD, *_runs(runs)),
+        *(0.0, isinstance(runs, OwnRuns), False),
+        scale=scoring.softmax_scale,
     )
-    assert lse_HL.shape == (out_LHD.shape[1], out_LHD.shape[0]), (
-        f"this torch lays the log-sum-exp out as {tuple(lse_HL.shape)}, not [heads, rows]"
+    assert lse_HT.shape == (out_THD.shape[1], out_THD.shape[0]), (
+        f"this torch lays the log-sum-exp out as {tuple(lse_HT.shape)}, not [heads, rows]"
     )
-    return out_LHD, lse_HL, (rng_state, unused)
+    return out_THD, lse_HT
 
 
-def _take(tensor: Tensor, rows: Rows) -> Tensor:
-    """A view of contiguous rows, a copy of others."""
+def _runs(runs: OwnRuns | CoveringLevel) -> tuple[Tensor, Tensor, int, int]:
+    """Offsets of queries and of keys, and the longest run of each."""
+    if isinstance(runs, OwnRuns):
+        return runs.offsets, runs.offsets, runs.max_rows, runs.max_rows
+    return runs.query_offsets, runs.key_offsets, runs.max_queries, runs.max_keys
+
+
+def _dropout_state(device: torch.device) -> tuple[Tensor, Tensor]:
+    """What the backward kernel would draw from under dropout. It is never on, but the kernel must be given it."""
+    return torch.empty(2, dtype=torch.uint64, device=device), torch.empty((), dtype=torch.uint64, device=device)
+
+
+def _take(tensor: Tensor, rows: slice | Tensor) -> Tensor:
+    """A view of rows that lie together, a copy of others."""
     return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
 
 
-def _add(total: Tensor, rows: Rows, part: Tensor) -> None:
+def _add_rows(total: Tensor, rows: slice | Tensor, part: Tensor) -> None:
     if isinstance(rows, slice):
         total[rows] += part
     else:  # each row is there once, so the order of the adds cannot matter
-        total.index_add_(0, rows, part.to(total.dtype))
+        total.index_add_(0, rows, part)

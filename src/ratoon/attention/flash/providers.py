@@ -11,7 +11,7 @@ FA4_VERSIONS = ("4.0.0b36",)
 """Versions of flash-attn-4 whose interface was read and run. Its functions are private, and change between betas."""
 
 FA4_ARCHITECTURES = (9, 10, 11)
-"""Compute capabilities, major. The package's kernels for 8 have no backward; those for 12 ignore long-row reads."""
+"""Compute capabilities, major. The package has no backward for 8, and no block lists, caps or fixed order for 12."""
 
 
 @cache

@@ -1,8 +1,4 @@
-"""The calls that stock kernels make for a forest: every segment with itself, then descendants with each ancestor.
-
-Level d pairs the rows below a node at depth d with that node's own rows. A row has one ancestor at
-each depth, so the rows of a level are disjoint, and so are its keys.
-"""
+"""Batches of equal runs, for a kernel that knows no ragged ones: PyTorch's on the CPU."""
 
 # Shape letters: T rows, S segments, B runs of a batch, L rows of a run.
 
@@ -12,11 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from ratoon.attention.flash.levels import nodes_with_descendants
 from ratoon.attention.plan import AttentionPlan
-from ratoon.layout import PackedLayout
 
 MAX_GATHERED_RUN = 8
 """Runs up to this many rows are cheaper to gather into one batch than to launch one by one."""
@@ -85,62 +80,6 @@ class CpuSchedule:
     ancestors: tuple[AncestorBatch, ...]
 
 
-Rows = slice | Tensor
-"""Rows of a level: a slice where they are contiguous, else int64 row numbers."""
-
-
-@dataclass(frozen=True, slots=True)
-class VarlenLevel:
-    """One varlen call: runs of rows, each with the keys of one segment."""
-
-    query_rows: Rows
-    key_rows: Rows
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    """[runs + 1] int32 on the device, into the level's rows. No run is without queries or keys."""
-
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-
-@dataclass(frozen=True, slots=True)
-class VarlenSchedule:
-    """One call a level, whatever the number of groups and nodes."""
-
-    own: VarlenLevel
-    """Every segment, causal with itself."""
-
-    ancestors: tuple[VarlenLevel, ...]
-    """For each depth of a node that has descendants: these, with all keys of the node."""
-
-
-def build_varlen_schedule(plan: AttentionPlan) -> VarlenSchedule:
-    layout, device = plan.layout, plan.device
-    starts_S, ends_S = layout.segment_offsets[:-1], layout.segment_offsets[1:]
-    lengths_S = ends_S - starts_S
-    subtree_ends_S = layout.expiry_T[starts_S]
-
-    def level(
-        query_starts: NDArray[np.int32], num_queries: NDArray[np.int32], nodes: slice | NDArray[np.int64]
-    ) -> VarlenLevel:
-        return VarlenLevel(
-            query_rows=_rows(query_starts, num_queries, device),
-            key_rows=_rows(starts_S[nodes], lengths_S[nodes], device),
-            cu_seqlens_q=_cu_seqlens(num_queries, device),
-            cu_seqlens_k=_cu_seqlens(lengths_S[nodes], device),
-            max_seqlen_q=int(num_queries.max(initial=0)),
-            max_seqlen_k=int(lengths_S[nodes].max(initial=0)),
-        )
-
-    return VarlenSchedule(
-        own=level(starts_S, lengths_S, slice(None)),
-        ancestors=tuple(
-            level(ends_S[nodes], subtree_ends_S[nodes] - ends_S[nodes], nodes)
-            for nodes in _nodes_with_descendants(layout)
-        ),
-    )
-
-
 def build_cpu_schedule(plan: AttentionPlan) -> CpuSchedule:
     layout = plan.layout
     lengths_S = np.diff(layout.segment_offsets)
@@ -150,7 +89,7 @@ def build_cpu_schedule(plan: AttentionPlan) -> CpuSchedule:
         own.extend(_batch_runs((starts,), (length,))[0])
 
     ancestors: list[AncestorBatch] = []
-    for nodes in _nodes_with_descendants(layout):
+    for nodes in nodes_with_descendants(layout):
         shapes: defaultdict[tuple[int, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         for node in nodes.tolist():
             start, end = int(layout.segment_offsets[node]), int(layout.segment_offsets[node + 1])
@@ -161,18 +100,6 @@ def build_cpu_schedule(plan: AttentionPlan) -> CpuSchedule:
             queries, keys = _batch_runs(starts, shape)
             ancestors.extend(AncestorBatch(*pair) for pair in zip(queries, keys, strict=True))
     return CpuSchedule(own=tuple(own), ancestors=tuple(ancestors))
-
-
-def _nodes_with_descendants(layout: PackedLayout) -> list[NDArray[np.int64]]:
-    """Segments that have descendants, by depth, each in row order."""
-    depths: list[int] = []
-    for parent in layout.segment_parent.tolist():
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    depth_S = np.asarray(depths, np.int64)
-    offsets = layout.segment_offsets
-    is_inner_S = layout.expiry_T[offsets[:-1]] > offsets[1:] if depths else np.empty(0, bool)
-    num_levels = int(depth_S[is_inner_S].max(initial=-1)) + 1
-    return [np.flatnonzero(is_inner_S & (depth_S == depth)) for depth in range(num_levels)]
 
 
 def _batch_runs(starts: Sequence[list[int]], lengths: Sequence[int]) -> list[list[Runs]]:
@@ -213,18 +140,3 @@ def _even_spans(starts: Sequence[list[int]]) -> list[tuple[int, int]]:
         spans.append((first, stop))
         first = stop
     return spans
-
-
-def _rows(starts: NDArray[np.int32], lengths: NDArray[np.int32], device: torch.device) -> Rows:
-    """The rows of runs in ascending order."""
-    if (starts[1:] == starts[:-1] + lengths[:-1]).all():
-        first = int(starts[0]) if starts.size else 0
-        return slice(first, first + int(lengths.sum()))
-    shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
-    return torch.tensor(np.arange(shift.size) + shift, device=device)
-
-
-def _cu_seqlens(lengths: NDArray[np.int32], device: torch.device) -> Tensor:
-    cu_seqlens = np.zeros(lengths.size + 1, np.int32)
-    np.cumsum(lengths, out=cu_seqlens[1:])
-    return torch.tensor(cu_seqlens, device=device)
