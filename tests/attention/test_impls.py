@@ -1,89 +1,369 @@
 """What a call gets is named, explained, and never something else in silence."""
 
+import itertools
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from tests.attention.oracle import make_case, make_groups
 
-from ratoon.attention import AttentionPlan, AttentionRequest, available_impls, forest_attention, resolve_impl
+from ratoon.attention import (
+    AttentionPlan,
+    AttentionRequest,
+    available_impls,
+    explain_choice,
+    forest_attention,
+    impls,
+    resolve_impl,
+    specs,
+)
+from ratoon.attention.choice_table import ARCHITECTURES, architecture_of, parse_choices, shipped_rows
+from ratoon.attention.impls import IMPL_NAMES, check_row
+from ratoon.attention.request import FEATURES, Feature
+from ratoon.attention.specs import OF_BACKWARD, OF_FORWARD, SPECS, spec_named
 
 LAYOUT = make_groups((3, [2, 1]))
 
+GPU_IMPLS = ("flash-fa4", "flash-fa3", "triton", "flash-fa2", "flex-triton", "flex-fa4", "reference")
 
-def request_of(**changes: object) -> AttentionRequest:
+Machine = Callable[..., None]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch):
+    """machine("sm90", "triton", ...): a machine of that architecture on which just those implementations run."""
+
+    def become(architecture: str, *names: str) -> None:
+        monkeypatch.setattr(specs, "why_not_here", lambda name: None if name in names else f"no {name} in this test")
+        monkeypatch.setattr(impls, "architecture_of", lambda device_type: architecture)
+        resolve_impl.cache_clear()
+
+    yield become
+    resolve_impl.cache_clear()
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch):
+    """table(text): the choices of `auto` for one test."""
+
+    def become(text: str) -> None:
+        monkeypatch.setattr(impls, "choice_table", lambda: parse_choices(text))
+        resolve_impl.cache_clear()
+
+    yield become
+    resolve_impl.cache_clear()
+
+
+def request_of(*features: Feature, **changes: object) -> AttentionRequest:
     fields: dict[str, object] = {"device_type": "cpu", "dtype": torch.float32, "head_dim": 64, "v_head_dim": 64}
-    return AttentionRequest(**(fields | changes))  # pyright: ignore[reportArgumentType]
+    return AttentionRequest(**(fields | {"features": frozenset(features)} | changes))  # pyright: ignore[reportArgumentType]
+
+
+def on_gpu(*features: Feature, dim: int = 128, v_dim: int | None = None, **changes: object) -> AttentionRequest:
+    fields: dict[str, object] = {"device_type": "cuda", "dtype": torch.bfloat16}
+    return request_of(*features, **(fields | {"head_dim": dim, "v_head_dim": v_dim or dim} | changes))
 
 
 def test_auto_takes_flash_and_says_so():
     choice = resolve_impl(request_of())
-    assert (choice.impl, choice.provider) == ("flash", "torch-cpu")
-    assert "flash (torch-cpu)" in choice.reason
+    assert (choice.forward, choice.backward, choice.impl, choice.provider) == (
+        *("flash-cpu", "flash-cpu"),
+        *("flash", "torch-cpu"),
+    )
+    assert choice.reason.startswith("choices.toml, row 1 for cpu: ")
 
 
 @pytest.mark.parametrize("feature", ["sliding window", "softcap"])
-def test_auto_takes_the_reference_for_what_flash_lacks_and_says_why(feature: str):
-    choice = resolve_impl(request_of(features=frozenset({feature})))
-    assert choice.impl == "reference"
-    assert f"flash (torch-cpu) has no {feature}" in choice.reason
+def test_auto_takes_the_reference_for_what_flash_lacks_and_says_why(feature: Feature):
+    choice = resolve_impl(request_of(feature))
+    assert choice.kernels == "forward reference, backward reference"
+    assert f"flash-cpu has no {feature}" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("request_", "taken"),
+    [
+        (on_gpu(), "flash-fa4"),
+        (on_gpu("sinks"), "flash-fa4"),
+        (on_gpu(dim=64), "flash-fa4"),
+        (on_gpu("sliding window"), "triton"),
+        (on_gpu("sliding window", "softcap", "sinks", "deterministic backward"), "triton"),
+        (on_gpu(dim=256), "triton"),
+        (on_gpu(dim=512), "triton"),
+        (on_gpu(dtype=torch.float32), "triton"),
+        (on_gpu(dtype=torch.float64), "reference"),
+        (on_gpu(dim=640), "reference"),
+    ],
+)
+def test_what_auto_takes_on_a_hopper_gpu(machine: Machine, request_: AttentionRequest, taken: str):
+    """Megatron-LM#7417: no back end at all for packed input with large heads."""
+    machine("sm90", *GPU_IMPLS)
+    choice = resolve_impl(request_)
+    assert (choice.forward, choice.backward) == (taken, taken)
+
+
+@pytest.mark.parametrize(
+    ("installed", "taken"),
+    [
+        (("triton", "flash-fa2", "reference"), "triton"),
+        (("flash-fa2", "flex-triton", "reference"), "flash-fa2"),
+        (("flex-triton", "reference"), "flex-triton"),
+        (("reference",), "reference"),
+    ],
+)
+@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a not in ("cpu", "sm80", "sm89", "any")])
+def test_auto_takes_what_is_installed_and_says_what_it_went_without(
+    machine: Machine, architecture: str, installed: tuple[str, ...], taken: str
+):
+    machine(architecture, *installed)
+    choice = resolve_impl(on_gpu())
+    assert choice.forward == taken
+    assert ("triton cannot run here: no triton in this test" in choice.reason) == (taken != "triton")
+
+
+@pytest.mark.parametrize("impl", IMPL_NAMES)
+@pytest.mark.parametrize(
+    ("architecture", "installed"),
+    [
+        ("cpu", ("flash-cpu", "reference")),
+        ("sm80", ("triton", "flash-fa2", "flex-triton", "reference")),
+        ("sm90", GPU_IMPLS),
+        ("amd", ("triton", "reference")),
+        ("other", ("reference",)),
+    ],
+)
+def test_every_call_is_served_in_full_or_refused(
+    machine: Machine, impl: str, architecture: str, installed: tuple[str, ...]
+):
+    machine(architecture, *installed)
+    num_served = num_refused = 0
+    dtypes = (torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
+    head_dims = ((8, 8), (128, 128), (192, 128), (64, 512), (640, 640))
+    for num_features in range(len(FEATURES) + 1):
+        for features, dtype, (dim, v_dim) in itertools.product(
+            itertools.combinations(FEATURES, num_features), dtypes, head_dims
+        ):
+            device_type = "cpu" if architecture == "cpu" else "cuda"
+            request = request_of(*features, device_type=device_type, dtype=dtype, head_dim=dim, v_head_dim=v_dim)
+            choice, refusal = None, ""
+            try:
+                choice = resolve_impl(request, impl)
+            except ValueError as error:
+                refusal = str(error)
+            if choice is None:
+                num_refused += 1
+                assert f"impl={impl!r} cannot run this attention: " in refusal
+                assert impl != "auto" or "Implementations that can: none" in refusal
+                continue
+            num_served += 1
+            forward, backward = spec_named(choice.forward), spec_named(choice.backward)
+            assert impl in ("auto", forward.impl, forward.name) and impl in ("auto", backward.impl, backward.name)
+            assert {choice.forward, choice.backward} <= set(installed)
+            assert request.features & OF_FORWARD <= forward.forward.features
+            assert request.features & OF_BACKWARD <= backward.backward.features
+            for kernel in (forward.forward, backward.backward):
+                assert max(dim, v_dim) <= (kernel.max_head_dim or 10**6)
+            assert all(dtype in spec.dtypes for spec in (forward, backward))
+    assert num_refused
+    assert num_served or not {spec.name for spec in SPECS if impl in (spec.impl, spec.name)} & set(installed)
 
 
 @pytest.mark.parametrize(
     ("request_", "feature"),
     [
-        (request_of(features=frozenset({"softcap"})), "softcap"),
-        (request_of(features=frozenset({"sliding window"})), "sliding window"),
+        (request_of("softcap"), "flash-cpu has no softcap"),
+        (request_of("sliding window"), "flash-cpu has no sliding window"),
         (request_of(device_type="mps"), "device mps"),
         (request_of(dtype=torch.float8_e4m3fn), "float8_e4m3fn"),
-        (request_of(device_type="cuda", dtype=torch.float32), "dtype torch.float32"),
-        (request_of(device_type="cuda", dtype=torch.bfloat16, head_dim=512), "head dim 512 (at most 256)"),
-        (
-            request_of(device_type="cuda", dtype=torch.bfloat16, features=frozenset({"deterministic backward"})),
-            "deterministic backward",
-        ),
+        (on_gpu(dtype=torch.float32), "dtype torch.float32"),
+        (on_gpu(dim=512), "head dim 512 (at most 256)"),
+        (on_gpu("deterministic backward"), "deterministic backward"),
     ],
 )
-def test_flash_asked_for_by_name_is_refused_by_name(request_: AttentionRequest, feature: str):
+def test_flash_asked_for_by_name_is_refused_by_name(machine: Machine, request_: AttentionRequest, feature: str):
     """And `auto` takes what can. Megatron-LM#7417: no back end at all for packed input with large heads."""
-    with pytest.raises(ValueError, match="impl='flash'") as caught:
+    machine("other", "flash-cpu", "flash-fa2", "reference")
+    with pytest.raises(ValueError, match="impl='flash' cannot run this attention") as caught:
         resolve_impl(request_, "flash")
     assert feature in str(caught.value)
     if request_.dtype != torch.float8_e4m3fn:
-        assert "can: reference (eager)" in str(caught.value)
+        assert "can: reference;" in str(caught.value)
         assert resolve_impl(request_).impl == "reference"
     else:
         assert "can: none" in str(caught.value)
 
 
-@pytest.mark.parametrize("impl", ["flex", "triton"])
-def test_impls_to_come_are_named(impl: str):
-    with pytest.raises(ValueError, match=f"impl='{impl}' cannot run.*not available.*flash \\(torch-cpu\\)"):
-        resolve_impl(request_of(), impl)
+def test_a_provider_asked_for_by_name_is_obeyed_or_refused(machine: Machine):
+    machine("sm90", "flash-fa2", "flash-fa4", "flex-triton", "reference")
+    assert resolve_impl(on_gpu(), "flash").forward == "flash-fa4"
+    assert resolve_impl(on_gpu(), "flash-fa2").kernels == "forward flash-fa2, backward flash-fa2"
+    assert resolve_impl(on_gpu(), "flex").forward == "flex-triton"
+    with pytest.raises(ValueError, match="flash-fa3 cannot run here: no flash-fa3 in this test"):
+        resolve_impl(on_gpu(), "flash-fa3")
+    with pytest.raises(
+        ValueError, match=r"flex-fa4 has no sinks\. Implementations that can: flash-fa4, flash-fa2, flex"
+    ):
+        resolve_impl(on_gpu("sinks"), "flex-fa4")
 
 
 def test_unknown_impl_lists_the_known():
-    with pytest.raises(ValueError, match="'auto', 'reference', 'flash', 'flex', 'triton', got 'sdpa'"):
+    with pytest.raises(ValueError, match=r"'auto', 'flash', 'triton', .*'flash-fa4', .*, got 'sdpa'"):
         resolve_impl(request_of(), "sdpa")
 
 
 def test_available_impls_say_why_not():
     """verl#5474: which one can be used where?"""
-    statuses = {(status.impl, status.provider): status for status in available_impls()}
-    assert statuses["reference", "eager"].is_available and statuses["flash", "torch-cpu"].is_available
-    assert not statuses["flex", ""].is_available and "not available" in statuses["flex", ""].reason
-    fa2 = statuses["flash", "torch-fa2"]
-    assert fa2.is_available == torch.cuda.is_available()
+    statuses = {status.name: status for status in available_impls()}
+    assert set(statuses) == {spec.name for spec in SPECS}
+    assert statuses["reference"].is_available and statuses["flash-cpu"].is_available
+    for name in ("flash-fa2", "triton", "flex-triton"):
+        assert torch.cuda.is_available() or not statuses[name].is_available
     assert all(status.reason for status in statuses.values())
 
 
 def test_the_op_refuses_what_its_plan_asks_for():
     case = make_case(LAYOUT)
     plan = AttentionPlan.build(LAYOUT, window=2)
-    with pytest.raises(ValueError, match=r"flash \(torch-cpu\) has no sliding window"):
+    with pytest.raises(ValueError, match=r"flash-cpu has no sliding window"):
         forest_attention(case.q_THD, case.k_THD, case.v_THE, plan, impl="flash")
+
+
+def test_the_shipped_table_is_sound():
+    """Known names, pairs that fit, no row that nothing reaches."""
+    rows = [row for rows in shipped_rows().values() for row in rows]
+    for row in rows:
+        check_row(row)
+    assert impls.choice_table() == shipped_rows()
+
+
+ROW = """
+[[sm90]]
+forward = "triton"
+backward = "triton"
+measured = "here"
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[sm91]]\nforward = 'triton'", "tables for sm91, allowed are cpu, sm80"),
+        (ROW + "speed = 3", "row 1 for sm90: speed = 3 is no condition; allowed are head_dim"),
+        (ROW + "window = 1", "row 1 for sm90: window = 1 is no condition"),
+        (ROW + "head_dim = 128", "head_dim = 128 is no condition"),
+        (ROW + "head_dim = [128, 64]", "is no condition"),
+        (ROW + "segment_rows_below = true", "is no condition"),
+        (ROW + ROW.replace('"here"', '""'), "row 2 for sm90: measured must be a text, got ''"),
+        (ROW.replace('backward = "triton"', ""), "row 1 for sm90: backward must be a text, got None"),
+    ],
+)
+def test_a_table_that_says_nonsense_is_refused(text: str, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_choices(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            ROW.replace('backward = "triton"', 'backward = "tritn"'),
+            "there is no implementation 'tritn'; there are flash",
+        ),
+        (ROW.replace('backward = "triton"', 'backward = "flex-triton"'), "triton and flex-triton cannot be paired"),
+        (
+            ROW.replace('forward = "triton"', 'forward = "flash-fa2"') + "window = true",
+            "flash-fa2 has no sliding window",
+        ),
+        (
+            ROW.replace('backward = "triton"', 'backward = "flash-fa2"') + "deterministic = true",
+            "no deterministic backward",
+        ),
+        (ROW + "head_dim = [513, 600]", "triton has no head dim 513"),
+        (ROW.replace("sm90", "cpu"), "triton has no device cpu"),
+        (ROW.replace('forward = "triton"', 'forward = "flash-cpu"'), "flash-cpu has no device cuda"),
+    ],
+)
+def test_a_row_that_no_call_could_take_is_refused(text: str, message: str):
+    ((row,),) = parse_choices(text).values()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_row(row)
+
+
+PAIRS = """
+[[sm90]]
+forward = "flash-fa4"
+backward = "triton"
+measured = "row A"
+head_dim = [65, 128]
+sinks = true
+
+[[sm90]]
+forward = "flex-triton"
+backward = "flex-triton"
+measured = "row B"
+segment_rows_below = 512
+deterministic = false
+
+[[any]]
+forward = "flash-fa4"
+backward = "flash-fa4"
+measured = "row C"
+"""
+
+
+def test_forward_and_backward_may_be_of_different_implementations(machine: Machine, table: Callable[[str], None]):
+    machine("sm90", *GPU_IMPLS)
+    table(PAIRS)
+    choice = resolve_impl(on_gpu("sinks", "deterministic backward"))
+    assert choice.kernels == "forward flash-fa4, backward triton"
+    assert choice.reason == "choices.toml, row 1 for sm90: row A"
+    assert resolve_impl(on_gpu("sinks", dim=64)).kernels == "forward flash-fa4, backward flash-fa4"
+    assert resolve_impl(on_gpu()).reason == "choices.toml, row 1 for any: row C"
+    # What neither can do passes the row over, and is told.
+    choice = resolve_impl(on_gpu("sinks", "sliding window"))
+    assert choice.forward == "triton" and "flash-fa4 has no sliding window" in choice.reason
+    machine("sm90", "flash-fa4", "flash-fa2", "reference")
+    choice = resolve_impl(on_gpu("sinks"))
+    assert choice.kernels == "forward flash-fa4, backward flash-fa4"
+    assert choice.reason.endswith("triton cannot run here: no triton in this test")
+
+
+def test_rows_may_depend_on_the_length_of_segments(machine: Machine, table: Callable[[str], None]):
+    machine("sm90", *GPU_IMPLS)
+    table(PAIRS)
+    of_rows = {rows: resolve_impl(on_gpu(segment_rows=rows)).forward for rows in (0, 511, 512, None)}
+    assert of_rows == {0: "flex-triton", 511: "flex-triton", 512: "flash-fa4", None: "flash-fa4"}
+    line = explain_choice(on_gpu(), "auto", "head dim 128, global")
+    assert line.startswith(
+        "forward flash-fa4, backward flash-fa4 (head dim 128, global): choices.toml, row 1 for any: "
+    )
+    assert line.endswith("; forward flex-triton, backward flex-triton in layouts of fewer than 512 rows a segment")
+    assert "in layouts" not in explain_choice(on_gpu("deterministic backward", "softcap"), "auto", "")
+
+
+@pytest.mark.parametrize(
+    ("capability", "architecture"),
+    [
+        ((8, 0), "sm80"),
+        ((8, 6), "sm89"),
+        ((8, 9), "sm89"),
+        ((9, 0), "sm90"),
+        ((10, 3), "sm100"),
+        ((12, 0), "sm120"),
+        ((7, 5), "other"),
+    ],
+)
+def test_architectures(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], architecture: str):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    assert architecture_of("cuda") == architecture
+    assert architecture_of("cpu") == "cpu" and architecture_of("mps") == "other"
+    monkeypatch.setattr("torch.version.hip", "6.4")
+    assert architecture_of("cuda") == "amd"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +387,7 @@ def test_the_op_refuses_what_its_plan_asks_for():
         ({"plan": None}, r"plan must be an AttentionPlan, got NoneType; .*AttentionPlan.build\(layout\)"),
         ({"plan": LAYOUT}, "plan must be an AttentionPlan, got PackedLayout"),
         ({"softcap": 0.0}, "softcap must be positive and finite, got 0.0"),
-        ({"impl": "flash", "softcap": 3.0}, "has no softcap"),
+        ({"impl": "flash", "softcap": 3.0}, "flash-cpu has no softcap"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(changes: dict[str, object], message: str):

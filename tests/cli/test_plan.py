@@ -80,7 +80,7 @@ def test_numbers_of_the_tiny_recipe(plan: Plan):
     assert cells["dedup ratio"] == ["1.60", "1.33"]
     assert cells["microbatches an update, each rank"] == ["1", "1"]
     assert "11 rows; 8 to train on, 3 held out" in out
-    assert "flash (torch-cpu)" in out
+    assert "forward flash-cpu, backward flash-cpu" in out
     assert "3 to 3" in out
 
 

@@ -214,8 +214,8 @@ def test_attention_that_cannot_run_here_is_refused(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, impl: str
 ):
     found = [
-        ImplStatus(impl=impl, provider="p", is_available=False, reason="no GPU"),
-        ImplStatus(impl="reference", provider="eager", is_available=True, reason=""),
+        ImplStatus(name=impl, impl=impl, provider="p", is_available=False, reason="no GPU"),
+        ImplStatus(name="reference", impl="reference", provider="eager", is_available=True, reason=""),
     ]
     monkeypatch.setattr("ratoon.loop.inputs.available_impls", lambda: found)
     message = refused(f"--model.attention={impl}")

@@ -126,15 +126,17 @@ def test_a_refused_implementation_leaves_the_attachment_as_it_was(model: Any, fo
 def test_attaching_again_changes_the_implementation(model: Any, forest: Forest):
     for impl in ("reference", "flash"):
         attach(model, impl)
-        assert attention_choices(model)[0].startswith(f"2 layers, global: {impl} (")
+        (line,) = attention_choices(model)
+        assert line.startswith(f"forward {impl}") and "(2 layers, head dim 8, global): " in line
         forward_logprobs(model, forest.layout)
     assert len(model.base_model._forward_pre_hooks) == 1
 
 
 def test_choices_are_told_for_each_kind_of_layer():
     first, second = attention_choices(attach(build_model("gpt_oss")))
-    assert first.startswith("2 layers, window 4: reference (eager);") and "no sliding window" in first
-    assert second.startswith("1 layers, global: flash (torch-cpu);")
+    assert first.startswith("forward reference, backward reference (2 layers, head dim 8, window 4): ")
+    assert "flash-cpu has no sliding window" in first
+    assert second.startswith("forward flash-cpu, backward flash-cpu (1 layer, head dim 8, global): ")
 
 
 def test_stock_attention_generates_and_returns(model: Any, forest: Forest):

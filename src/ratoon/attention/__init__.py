@@ -5,21 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ratoon.attention.dispatch import forest_attention
-    from ratoon.attention.impls import (
-        AttentionRequest,
-        ImplChoice,
-        ImplStatus,
-        available_impls,
-        resolve_impl,
-    )
+    from ratoon.attention.impls import ImplChoice, ImplStatus, available_impls, explain_choice, resolve_impl
     from ratoon.attention.plan import AttentionPlan
+    from ratoon.attention.request import AttentionRequest
 
 _HOMES = {
     "AttentionPlan": "plan",
-    "AttentionRequest": "impls",
+    "AttentionRequest": "request",
     "ImplChoice": "impls",
     "ImplStatus": "impls",
     "available_impls": "impls",
+    "explain_choice": "impls",
     "forest_attention": "dispatch",
     "resolve_impl": "impls",
 }
@@ -30,6 +26,7 @@ __all__ = [
     "ImplChoice",
     "ImplStatus",
     "available_impls",
+    "explain_choice",
     "forest_attention",
     "resolve_impl",
 ]

@@ -4,17 +4,18 @@
 
 import math
 from collections.abc import Callable
+from importlib import import_module
 from typing import ParamSpec, cast
 
 import torch
 from torch import Tensor
 
-from ratoon.attention import reference
-from ratoon.attention.autograd import KernelPair, attend
-from ratoon.attention.flash.attention import flash_attention
-from ratoon.attention.impls import AttentionRequest, Feature, resolve_impl
+from ratoon.attention.autograd import KernelPair, attend, without_autocast
+from ratoon.attention.impls import ImplChoice, resolve_impl
 from ratoon.attention.kernel import Scoring
 from ratoon.attention.plan import AttentionPlan
+from ratoon.attention.request import AttentionRequest, Feature
+from ratoon.attention.specs import spec_named
 
 Params = ParamSpec("Params")
 
@@ -44,8 +45,8 @@ def forest_attention(
     softcap: scaled scores become softcap * tanh(score / softcap).
     sinks_H: [Hq], any floating dtype. One more score in every row's softmax, that brings no value; not capped.
     deterministic: the gradients are bitwise equal in every run, or the call is refused.
-    impl: "auto" takes the first of `available_impls()` that has all that is asked for (`resolve_impl` tells
-    which, and why); a name is obeyed or refused.
+    impl: "auto" takes what choices.toml prefers of what can serve the call here (`resolve_impl` tells which
+    kernels, forward and backward, and why); a name of `available_impls()` is obeyed or refused.
 
     Returns [T, Hq, E] in q's dtype. Scores and sums accumulate in fp32 (fp64 for fp64 input).
     Raises ValueError for shapes that do not fit, and for what the implementation cannot do.
@@ -69,18 +70,34 @@ def forest_attention(
         head_dim=q_THD.shape[2],
         v_head_dim=v_THD.shape[2],
         features=frozenset(feature for feature, is_asked in asked.items() if is_asked),
+        segment_rows=plan.num_rows // max(plan.layout.segment_parent.size, 1),
     )
-    match resolve_impl(request, impl).impl:
-        case "flash":
-            return flash_attention(q_THD, k_THD, v_THD, plan, softmax_scale=scale, sinks_H=sinks_H)
-        case "reference":
-            scoring, kernels = (
-                Scoring(softmax_scale=scale, softcap=softcap),
-                KernelPair(reference.forward, reference.backward),
-            )
-            return attend(q_THD, k_THD, v_THD, sinks_H, plan, scoring, kernels, deterministic=deterministic)
-        case chosen:
-            raise AssertionError(f"no such implementation: {chosen}")
+    choice, scoring = resolve_impl(request, impl), Scoring(softmax_scale=scale, softcap=softcap)
+    if choice.impl == "flex":
+        return _attend_by_flex(q_THD, k_THD, v_THD, sinks_H, plan, scoring, choice)
+    return attend(q_THD, k_THD, v_THD, sinks_H, plan, scoring, _kernels(choice), deterministic=deterministic)
+
+
+def _attend_by_flex(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THE: Tensor,
+    sinks_H: Tensor | None,
+    plan: AttentionPlan,
+    scoring: Scoring,
+    choice: ImplChoice,
+) -> Tensor:
+    from ratoon.attention.flex.attention import flex_attention  # brings torch's compiler
+
+    backend = "fa4" if choice.forward == "flex-fa4" else "triton"
+    with without_autocast(plan.device):
+        return flex_attention(q_THD, k_THD, v_THE, sinks_H, plan, scoring, backend=backend)
+
+
+def _kernels(choice: ImplChoice) -> KernelPair:
+    """Imported at the first call that takes them: a kernel package may be absent, or slow to load."""
+    forward, backward = (import_module(spec_named(name).home) for name in (choice.forward, choice.backward))
+    return KernelPair(forward.forward, backward.backward)
 
 
 def _check(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: AttentionPlan, sinks_H: Tensor | None) -> None:

@@ -1,104 +1,22 @@
-"""Which implementations there are, what each can do, and which one a call gets."""
+"""Which implementations can run here, and which ones a call gets."""
 
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 
-import torch
+from ratoon.attention import specs
+from ratoon.attention.choice_table import TABLE_FILE, ChoiceRow, ChoiceTable, architecture_of, rows_for, shipped_rows
+from ratoon.attention.request import AttentionRequest
+from ratoon.attention.specs import OF_BACKWARD, OF_FORWARD, SPECS, ImplSpec, device_types_of, spec_named
 
-Feature = Literal["sliding window", "softcap", "sinks", "deterministic backward"]
-
-_HALF = frozenset({torch.bfloat16, torch.float16})
-_ALL_DTYPES = _HALF | {torch.float32, torch.float64}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionRequest:
-    """What a call needs of an implementation."""
-
-    device_type: str
-    dtype: torch.dtype
-    head_dim: int
-    v_head_dim: int
-    features: frozenset[Feature] = frozenset()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ImplSpec:
-    impl: str
-    provider: str
-
-    device_types: frozenset[str] | None
-    """None: any."""
-
-    dtypes: frozenset[torch.dtype]
-    features: frozenset[Feature]
-
-    max_head_dim: int | None = None
-    """Of the larger of the two head dims; None: any."""
-
-    same_head_dims: bool = False
-    """The value head dim must be the query's."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.impl} ({self.provider})"
-
-    def lacks(self, request: AttentionRequest) -> tuple[str, ...]:
-        """What the request needs and this has not, named."""
-        missing: list[str] = []
-        if self.device_types is not None and request.device_type not in self.device_types:
-            missing.append(f"device {request.device_type}")
-        if request.dtype not in self.dtypes:
-            missing.append(f"dtype {request.dtype}")
-        head_dim = max(request.head_dim, request.v_head_dim)
-        if self.max_head_dim is not None and head_dim > self.max_head_dim:
-            missing.append(f"head dim {head_dim} (at most {self.max_head_dim})")
-        if self.same_head_dims and request.head_dim != request.v_head_dim:
-            missing.append(f"a value head dim ({request.v_head_dim}) unlike the query's ({request.head_dim})")
-        missing.extend(sorted(request.features - self.features))
-        return tuple(missing)
-
-
-# In the order in which `auto` prefers them.
-_SPECS = (
-    _ImplSpec(
-        impl="flash",
-        provider="torch-cpu",
-        device_types=frozenset({"cpu"}),
-        dtypes=_ALL_DTYPES,
-        features=frozenset({"sinks", "deterministic backward"}),
-    ),
-    _ImplSpec(
-        impl="flash",
-        provider="torch-fa2",
-        device_types=frozenset({"cuda"}),
-        dtypes=_HALF,
-        # FA2 sums dQ by atomics, in an order that changes from run to run.
-        features=frozenset({"sinks"}),
-        max_head_dim=256,
-    ),
-    _ImplSpec(
-        impl="reference",
-        provider="eager",
-        device_types=None,
-        dtypes=_ALL_DTYPES,
-        features=frozenset({"sliding window", "softcap", "sinks", "deterministic backward"}),
-    ),
-)
-
-_NOT_BUILT_YET = {
-    "flex": "FlexAttention is not available in this version of ratoon yet",
-    "triton": "the fused Triton kernel is not available in this version of ratoon yet",
-}
-
-IMPL_NAMES = ("auto", "reference", "flash", *_NOT_BUILT_YET)
+IMPL_NAMES = ("auto", *dict.fromkeys((*(spec.impl for spec in SPECS), *(spec.name for spec in SPECS))))
+"""What `impl=` may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImplStatus:
     """Whether an implementation can run on this machine."""
 
+    name: str
     impl: str
     provider: str
     is_available: bool
@@ -111,82 +29,151 @@ class ImplStatus:
 class ImplChoice:
     """What a call gets, and why."""
 
-    impl: str
-    provider: str
+    forward: str
+    """Name of the implementation whose kernel makes the output."""
+
+    backward: str
+    """Name of the implementation whose kernel makes the gradients."""
+
     reason: str
+
+    @property
+    def impl(self) -> str:
+        return spec_named(self.forward).impl
+
+    @property
+    def provider(self) -> str:
+        return spec_named(self.forward).provider
+
+    @property
+    def kernels(self) -> str:
+        return f"forward {self.forward}, backward {self.backward}"
 
 
 def available_impls() -> tuple[ImplStatus, ...]:
-    """Every implementation by name, in the order in which `auto` prefers them."""
-    statuses = [
+    """Every implementation, in the order in which `auto` prefers them where its table says nothing."""
+    return tuple(
         ImplStatus(
+            name=spec.name,
             impl=spec.impl,
             provider=spec.provider,
-            is_available=_why_not_here(spec) is None,
-            reason=_why_not_here(spec) or f"runs on {_device_names(spec)}",
+            is_available=specs.why_not_here(spec.name) is None,
+            reason=specs.why_not_here(spec.name) or f"runs on {_device_names(spec)}",
         )
-        for spec in _SPECS
-    ]
-    statuses += [
-        ImplStatus(impl=impl, provider="", is_available=False, reason=reason) for impl, reason in _NOT_BUILT_YET.items()
-    ]
-    return tuple(statuses)
+        for spec in SPECS
+    )
 
 
 @lru_cache(maxsize=1024)
 def resolve_impl(request: AttentionRequest, impl: str = "auto") -> ImplChoice:
-    """The implementation that serves the request: the one named, or for `auto` the first that can.
+    """The implementations that serve the request: those named, or for `auto` those its table prefers.
 
+    impl: of `IMPL_NAMES`. Where several providers have the name, the first that can serve.
     Raises ValueError, naming what is missing and who has it, where the named one cannot serve.
     """
-    if impl in _NOT_BUILT_YET:
-        raise ValueError(
-            f"impl={impl!r} cannot run: {_NOT_BUILT_YET[impl]}; use 'auto', or one of: {_who_has(request)}"
-        )
     if impl not in IMPL_NAMES:
         raise ValueError(f"impl must be one of {', '.join(map(repr, IMPL_NAMES))}, got {impl!r}")
-    refusals: list[str] = []
-    for spec in _SPECS if impl == "auto" else _specs_of(impl, request.device_type):
-        problem = _problem(spec, request)
+    refusals: dict[str, None] = {}
+    if impl == "auto":
+        for row in rows_for(choice_table(), architecture_of(request.device_type)):
+            if row.holds_for(request):
+                forward, backward = spec_named(row.forward), spec_named(row.backward)
+                why = f"{TABLE_FILE}, {row.name}: {row.measured}"
+                problem = _problem(forward, backward, request)
+                if problem is None:
+                    return _choice(forward, backward, why, refusals)
+                refusals[problem] = None
+    for spec in _specs_named(impl, request.device_type):
+        problem = _problem(spec, spec, request)
         if problem is None:
-            reason = "; ".join([f"{spec.name} has all that is asked for", *refusals])
-            return ImplChoice(impl=spec.impl, provider=spec.provider, reason=reason)
-        refusals.append(problem)
+            why = "the first that has all that is asked for" if impl != spec.name else "asked for by name"
+            return _choice(spec, spec, why, refusals)
+        refusals[problem] = None
     raise ValueError(
         f"impl={impl!r} cannot run this attention: {'; '.join(refusals)}. "
-        f"Implementations that can: {_who_has(request)}; 'auto' takes the first of them"
+        f"Implementations that can: {_who_has(request)}; 'auto' takes the one that its table prefers"
     )
 
 
-def _specs_of(impl: str, device_type: str) -> list[_ImplSpec]:
-    """The providers of an implementation on the device; all of them where none fits."""
-    specs = [spec for spec in _SPECS if spec.impl == impl]
-    return [spec for spec in specs if spec.device_types is None or device_type in spec.device_types] or specs
+def explain_choice(request: AttentionRequest, impl: str, label: str) -> str:
+    """A line for logs: both kernels, the label in brackets, and why. Raises ValueError as `resolve_impl` does.
+
+    Says too which kernels layouts of short segments get, where they get others.
+    """
+    choice = resolve_impl(request, impl)
+    line = f"{choice.kernels} ({label}): {choice.reason}"
+    for limit in _segment_limits(request):
+        of_short = resolve_impl(replace(request, segment_rows=limit - 1), impl)
+        if of_short.kernels != choice.kernels:
+            line += f"; {of_short.kernels} in layouts of fewer than {limit} rows a segment"
+    return line
 
 
-def _problem(spec: _ImplSpec, request: AttentionRequest) -> str | None:
-    missing = spec.lacks(request)
-    if missing:
-        return f"{spec.name} has no {', '.join(missing)}"
-    why_not = _why_not_here(spec)
-    return f"{spec.name} cannot run here: {why_not}" if why_not else None
+@cache
+def choice_table() -> ChoiceTable:
+    """The shipped table, checked against what the implementations can do."""
+    table = shipped_rows()
+    for row in (row for rows in table.values() for row in rows):
+        check_row(row)
+    return table
+
+
+def check_row(row: ChoiceRow) -> None:
+    """Raises ValueError for a row that no call could ever take."""
+    for name in (row.forward, row.backward):
+        if name not in specs.SPEC_OF_NAME:
+            raise ValueError(
+                f"{row.name}: there is no implementation {name!r}; there are {', '.join(specs.SPEC_OF_NAME)}"
+            )
+    forward, backward = spec_named(row.forward), spec_named(row.backward)
+    if forward is not backward and (forward.has_own_autograd or backward.has_own_autograd):
+        raise ValueError(f"{row.name}: {row.forward} and {row.backward} cannot be paired; name one of them twice")
+    for spec, kernel, relevant in (
+        (forward, forward.forward, OF_FORWARD),
+        (backward, backward.backward, OF_BACKWARD),
+    ):
+        lacking: list[str] = sorted(row.wanted & relevant - kernel.features)
+        if kernel.max_head_dim is not None and row.head_dims is not None and row.head_dims[0] > kernel.max_head_dim:
+            lacking.append(f"head dim {row.head_dims[0]}")
+        if row.architecture != "any" and spec.device_types is not None:
+            device_type = "cpu" if row.architecture == "cpu" else "cuda"
+            lacking += [f"device {device_type}"] if device_type not in spec.device_types else []
+        if lacking:
+            raise ValueError(f"{row.name}: {spec.name} has no {', '.join(lacking)}, so that no call would take it")
+
+
+def _choice(forward: ImplSpec, backward: ImplSpec, why: str, refusals: dict[str, None]) -> ImplChoice:
+    return ImplChoice(forward=forward.name, backward=backward.name, reason="; ".join([why, *refusals]))
+
+
+def _specs_named(impl: str, device_type: str) -> list[ImplSpec]:
+    """The providers of an implementation on the device (for `auto`, of all); all providers where none fits."""
+    named = [spec for spec in SPECS if impl in (spec.impl, spec.name, "auto")]
+    return [spec for spec in named if (types := device_types_of(spec)) is None or device_type in types] or named
+
+
+def _problem(forward: ImplSpec, backward: ImplSpec, request: AttentionRequest) -> str | None:
+    """What keeps the pair from serving the request here."""
+    problems: list[str] = []
+    for spec in dict.fromkeys((forward, backward)):
+        missing = spec.lacks(request, in_forward=spec is forward, in_backward=spec is backward)
+        why_not = None if missing else specs.why_not_here(spec.name)
+        if missing:
+            problems.append(f"{spec.name} has no {', '.join(missing)}")
+        elif why_not:
+            problems.append(f"{spec.name} cannot run here: {why_not}")
+    return "; ".join(problems) or None
 
 
 def _who_has(request: AttentionRequest) -> str:
-    return ", ".join(spec.name for spec in _SPECS if _problem(spec, request) is None) or "none"
+    return ", ".join(spec.name for spec in SPECS if _problem(spec, spec, request) is None) or "none"
 
 
-def _device_names(spec: _ImplSpec) -> str:
-    return "any device" if spec.device_types is None else ", ".join(sorted(spec.device_types))
+def _segment_limits(request: AttentionRequest) -> list[int]:
+    rows = rows_for(choice_table(), architecture_of(request.device_type))
+    return sorted({row.segment_rows_below for row in rows if row.segment_rows_below is not None})
 
 
-def _why_not_here(spec: _ImplSpec) -> str | None:
-    """What this machine lacks; None where the implementation runs."""
-    if spec.provider != "torch-fa2":
-        return None
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    if torch.version.hip is not None:
-        return "an AMD GPU, for which torch has no FlashAttention-2 of its own"
-    major, minor = torch.cuda.get_device_capability()
-    return None if major >= 8 else f"a GPU of compute capability {major}.{minor}, below 8.0"
+def _device_names(spec: ImplSpec) -> str:
+    device_types = device_types_of(spec)
+    return "any device" if device_types is None else ", ".join(sorted(device_types))

@@ -9,7 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 import ratoon
-from ratoon.attention.impls import AttentionRequest, Feature, available_impls, resolve_impl
+from ratoon.attention import AttentionRequest, available_impls, explain_choice
+from ratoon.attention.choice_table import architecture_of
+from ratoon.attention.request import Feature
 from ratoon.types.extras import install_command
 
 _PACKAGES = {
@@ -26,8 +28,11 @@ _PACKAGES = {
     "tensorboard": "a run's numbers elsewhere (extra: tensorboard)",
     "wandb": "a run's numbers elsewhere (extra: wandb)",
     "trackio": "a run's numbers elsewhere (extra: trackio)",
-    "triton": "fused GPU kernels",
+    "triton": "attention: triton, flex-triton",
+    "flash-attn-4": "attention: flash-fa4, flex-fa4",
 }
+
+_HEAD_DIMS = (64, 128, 256, 512)
 
 
 _LAYER_KINDS: dict[str, frozenset[Feature]] = {
@@ -73,17 +78,22 @@ def _packages() -> list[str]:
 def _attention() -> list[str]:
     lines = ["Attention implementations:"]
     for status in available_impls():
-        name = f"{status.impl} ({status.provider})" if status.provider else status.impl
-        lines.append(f"  {'yes' if status.is_available else 'no ':<4}{name:<22} {status.reason}")
+        lines.append(f"  {'yes' if status.is_available else 'no ':<4}{status.name:<14} {status.reason}")
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    lines.append(f'attention = "auto" on {device_type} would take:')
-    dtypes = (torch.bfloat16, torch.float32) if device_type == "cuda" else (torch.float32,)
-    for dtype in dtypes:
+    lines.append(f'attention = "auto" on {device_type} ({architecture_of(device_type)}) takes:')
+    for dtype in (torch.bfloat16, torch.float32):
         for kind, features in _LAYER_KINDS.items():
-            request = AttentionRequest(
-                device_type=device_type, dtype=dtype, head_dim=128, v_head_dim=128, features=features
-            )
-            choice = resolve_impl(request)
-            dtype_name = str(dtype).removeprefix("torch.")
-            lines.append(f"  {kind} layers, {dtype_name}: {choice.impl} ({choice.provider}): {choice.reason}")
+            lines += _choices(device_type, dtype, kind, features)
     return lines
+
+
+def _choices(device_type: str, dtype: torch.dtype, kind: str, features: frozenset[Feature]) -> list[str]:
+    """What `auto` takes for common head dims, a line for each choice."""
+    head_dims: dict[str, list[int]] = {}
+    for head_dim in _HEAD_DIMS:
+        request = AttentionRequest(
+            device_type=device_type, dtype=dtype, head_dim=head_dim, v_head_dim=head_dim, features=features
+        )
+        line = explain_choice(request, "auto", f"{kind}, {str(dtype).removeprefix('torch.')}")
+        head_dims.setdefault(line, []).append(head_dim)
+    return [f"  head dim {', '.join(map(str, dims))}: {line}" for line, dims in head_dims.items()]

@@ -63,7 +63,7 @@ class AttentionForecast:
     num_layers: int
     window: int | None
     impl: str | None
-    """None where this machine lacks the device and cannot tell."""
+    """Which kernels, forward and backward. None where this machine lacks the device and cannot tell."""
 
     reason: str
 
@@ -185,7 +185,7 @@ def _attention(recipe: Recipe, outline: ModelOutline, is_here: bool) -> Iterator
         yield AttentionForecast(
             num_layers=kind.num_layers,
             window=kind.window,
-            impl=f"{choice.impl} ({choice.provider})",
+            impl=choice.kernels,
             reason=choice.reason,
         )
 

@@ -121,10 +121,11 @@ def resolve_device(name: str) -> torch.device:
 def check_attention(impl: AttentionImpl) -> None:
     """Raises UserError if no provider of `impl` works here. Whether it fits the model, attaching it shows."""
     found = available_impls()
-    if impl == "auto" or any(status.impl == impl and status.is_available for status in found):
+    named = [status for status in found if impl in (status.impl, status.name)]
+    if impl == "auto" or any(status.is_available for status in named):
         return
-    reasons = "; ".join(status.reason for status in found if status.impl == impl) or "there is no such implementation"
-    usable = sorted({status.impl for status in found if status.is_available})
+    reasons = "; ".join(f"{status.name}: {status.reason}" for status in named) or "there is no such implementation"
+    usable = dict.fromkeys(name for status in found if status.is_available for name in (status.impl, status.name))
     raise UserError(
         f'model.attention = "{impl}" cannot run here: {reasons}. Allowed here: "auto", '
         + ", ".join(f'"{name}"' for name in usable)

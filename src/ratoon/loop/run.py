@@ -23,7 +23,7 @@ from ratoon.loop.synchronous import SynchronousRun
 from ratoon.metrics import MetricsLog, read_metrics
 from ratoon.metrics.rows import MetricValue
 from ratoon.metrics.sinks import Sinks, check_sinks
-from ratoon.models import describe_adapters
+from ratoon.models import attention_choices, describe_adapters
 from ratoon.rewards.messages import Cause
 from ratoon.rollout import RolloutEngine, build_engine
 from ratoon.trainer.best_checkpoint import best_step
@@ -77,6 +77,8 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
         model = load_model(recipe, inputs.tokenizer, checkpoint=checkpoint, device=device)
         if recipe.model.lora is not None:
             view.say(describe_adapters(model))
+        for line in attention_choices(model):
+            view.say(f"attention: {line}")
         engine = build_engine(recipe.rollout, model, inputs.tokenizer, device)
         run = SynchronousRun(
             recipe, inputs, model, engine,

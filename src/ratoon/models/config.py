@@ -8,7 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 PRINTABLE_ASCII = "".join(sorted(string.digits + string.ascii_letters + string.punctuation + " \n"))
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-AttentionImpl = Literal["auto", "reference", "flash", "flex", "triton"]
+AttentionImpl = Literal[
+    "auto", "reference", "flash", "flex", "triton",
+    "flash-fa4", "flash-fa3", "flash-fa2", "flash-cpu", "flex-triton", "flex-fa4",
+]  # fmt: skip
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -122,7 +125,7 @@ class ModelConfig(BaseModel):
     """Train low-rank adapters instead of the weights. Absent: every weight trains."""
 
     attention: AttentionImpl = "auto"
-    """Attention implementation; `auto` takes the fastest that fits and says which."""
+    """Attention implementation, or one provider of it; `auto` takes the fastest that fits and says which."""
 
     recompute: Recompute = "none"
     """What the backward pass computes again to save memory: nothing, norms and MLPs, or every layer."""

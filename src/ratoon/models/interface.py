@@ -14,8 +14,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ratoon.attention import AttentionRequest, forest_attention, resolve_impl
-from ratoon.attention.impls import Feature
+from ratoon.attention import AttentionRequest, explain_choice, forest_attention
+from ratoon.attention.request import Feature
 from ratoon.models.forest import AttentionCall, Forest
 
 IMPLEMENTATION = "ratoon"
@@ -80,7 +80,7 @@ def head_of(model: PreTrainedModel) -> nn.Linear:
 
 
 def attention_choices(model: PreTrainedModel) -> tuple[str, ...]:
-    """Which implementation an attached model's layers get, and why: a line for each kind of layer, for logs.
+    """Which kernels an attached model's layers get, and why: a line for each kind of layer, for logs.
 
     A layer whose window no sequence of a layout outgrows is run as a global one.
     """
@@ -90,9 +90,10 @@ def attention_choices(model: PreTrainedModel) -> tuple[str, ...]:
         layers[call.window, call.request] = layers.get((call.window, call.request), 0) + 1
     lines: list[str] = []
     for (window, request), num_layers in layers.items():
-        choice = resolve_impl(request, attachment.impl)
+        head_dim = "/".join(str(dim) for dim in dict.fromkeys((request.head_dim, request.v_head_dim)))
         kind = "global" if window is None else f"window {window}"
-        lines.append(f"{num_layers} layers, {kind}: {choice.impl} ({choice.provider}); {choice.reason}")
+        count = f"{num_layers} layer" + ("s" if num_layers > 1 else "")
+        lines.append(explain_choice(request, attachment.impl, f"{count}, head dim {head_dim}, {kind}"))
     return tuple(lines)
 
 

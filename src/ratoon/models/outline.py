@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from ratoon.attention import AttentionRequest
-from ratoon.attention.impls import Feature
+from ratoon.attention.request import Feature
 from ratoon.models.config import ModelConfig
 from ratoon.models.fresh import fresh_config
 from ratoon.models.load import DTYPES, load_config
