@@ -1,5 +1,7 @@
 """Forest attention is each sequence's own causal attention, forward and backward, whatever the forest."""
 
+import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -23,11 +25,26 @@ from tests.attention.oracle import (
 )
 from torch import Tensor
 
-from ratoon.attention import AttentionPlan, forest_attention
+from ratoon.attention import AttentionPlan, forest_attention, reference
+from ratoon.attention.autograd import KernelPair
+from ratoon.attention.autograd import attend as attend_by
+from ratoon.attention.flash import cpu
+from ratoon.attention.kernel import Scoring
 from ratoon.layout import PackedLayout, pack_documents, pack_sequences
 
-IMPLS = ("reference", "flash", "flash-varlen")
+PAIRS = {
+    "flash, reference": KernelPair(cpu.forward, reference.backward),
+    "reference, flash": KernelPair(reference.forward, cpu.backward),
+}
+"""Forward and backward kernels of different implementations."""
+
+IMPLS = ("reference", "flash", "flash-varlen", *PAIRS)
 """`flash-varlen` is the CUDA path on CPU tensors, with its kernels replaced by eager ones."""
+
+TRITON = pytest.param(
+    "triton",
+    marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter"),
+)
 
 
 @contextmanager
@@ -44,6 +61,11 @@ def small_blocks() -> Iterator[None]:
 def attend(layout: PackedLayout, impl: str, window: int | None = None) -> Callable[[Case], Tensor]:
     def attention(case: Case) -> Tensor:
         plan = AttentionPlan.build(layout, window=window)
+        if impl in PAIRS:
+            scale = case.softmax_scale or 1 / math.sqrt(case.q_THD.shape[2])
+            scoring = Scoring(softmax_scale=scale, softcap=case.softcap)
+            tensors = (case.q_THD, case.k_THD, case.v_THE, case.sinks_H)
+            return attend_by(*tensors, plan, scoring, PAIRS[impl], deterministic=True)
         if impl == "flash-varlen":
             plan = fake_varlen_kernels.on_this_plan(plan)
         return forest_attention(
@@ -61,10 +83,14 @@ def attend(layout: PackedLayout, impl: str, window: int | None = None) -> Callab
 
 
 def check_against_dense(layout: PackedLayout, case: Case, impl: str, window: int | None = None) -> None:
+    """To 1e-10 in float64; to a few roundings in float32 where the implementation has no float64."""
     mask_TT = dense_mask(layout, window)
+    wanted = output_and_gradients(lambda case: dense_attention(case, mask_TT), case)
+    dtype, tolerance = (torch.float32, 2e-6) if impl == "triton" else (torch.float64, 1e-10)
     with fake_varlen_kernels.installed():
-        got = output_and_gradients(attend(layout, impl, window), case)
-    assert_close(got, output_and_gradients(lambda case: dense_attention(case, mask_TT), case), 1e-10)
+        got = output_and_gradients(attend(layout, impl, window), case.to(dtype))
+    assert all(x.dtype == dtype for x in got)
+    assert_close([x.double() for x in got], wanted, tolerance)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -157,18 +183,18 @@ NAMED_FORESTS = {
 }
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", [*IMPLS, TRITON])
 @pytest.mark.parametrize("name", NAMED_FORESTS)
 def test_named_forests(impl: str, name: str):
     layout = NAMED_FORESTS[name]
     check_against_dense(layout, make_case(layout, has_sinks=True), impl)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", [*IMPLS, TRITON])
 def test_no_rows(impl: str):
     """An idle rank's microbatch is empty; varlen kernels stop with "batch size must be positive": verl#1270."""
     layout = pack_documents([])
-    case = make_case(layout, v_head_dim=4, has_sinks=True)
+    case = make_case(layout, v_head_dim=4, has_sinks=True).to(torch.float32 if impl == "triton" else torch.float64)
     with fake_varlen_kernels.installed():
         got = output_and_gradients(attend(layout, impl), case)
     assert [list(x.shape) for x in got] == [[0, 4, 4], [0, 4, 8], [0, 2, 8], [0, 2, 4], [4]]
@@ -202,7 +228,7 @@ def test_sinks_pass_gradcheck(impl: str):
         )
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", [*IMPLS, TRITON])
 def test_any_strides(impl: str):
     """Models hand over views of [B, H, T, D] and gradients without memory of their own."""
     layout = make_groups((5, [3, 1, 3]), (2, [3]))
@@ -215,6 +241,13 @@ def test_any_strides(impl: str):
         dout_THE=torch.ones(1, 1, 1, dtype=torch.float64).expand_as(case.dout_THE),
     )
     check_against_dense(layout, strided, impl)
+
+
+@pytest.mark.parametrize("impl", ["reference", TRITON])
+@pytest.mark.parametrize(("window", "softcap"), [(3, None), (None, 0.7), (6, 2.0)])
+def test_windows_and_softcap_on_a_deep_forest(impl: str, window: int | None, softcap: float | None):
+    layout = make_chain(4, 5)
+    check_against_dense(layout, make_case(layout, v_head_dim=5, has_sinks=True, softcap=softcap), impl, window)
 
 
 def test_window_of_the_longest_sequence_is_no_window():
