@@ -31,6 +31,9 @@ def flex_attention(
     backward: the gradients are bitwise equal in every run.
     "fa4": fp16 and bf16; head dims to 128; no sinks, for its backward takes no gradient of the log-sum-exp; it sums
     dQ by atomics on Hopper.
+
+    Backward runs once: torch's compiled graphs give their saved tensors' memory away, and refuse `retain_graph=True`
+    unless `torch._functorch.config.donated_buffer` is off.
     """
     assert backend != "fa4" or sinks_H is None, "FlashAttention-4 under FlexAttention has no gradient for sinks"
     if plan.num_rows == 0:
@@ -41,8 +44,9 @@ def flex_attention(
     q_THD, k_THD = (_padded(x, blocks.num_rows, head_dim) for x in (q_THD, k_THD))
     v_THE = _padded(v_THE, blocks.num_rows, padded_v_head_dim)
     call = compiled_call(_kind(q_THD, k_THD, v_THE, sinks_H, blocks, scoring, backend))
-    out_HTE = call(*(x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THE)), sinks_H, blocks)[0]
-    return out_HTE.transpose(0, 1)[:num_rows, :, :v_head_dim]
+    q_1HTD, k_1HTD, v_1HTE = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THE))
+    out_1HTE = call(q_1HTD, k_1HTD, v_1HTE, sinks_H, blocks)
+    return out_1HTE[0].transpose(0, 1)[:num_rows, :, :v_head_dim]
 
 
 def _tiles(backend: Backend, device: torch.device) -> tuple[int, int]:
@@ -92,6 +96,7 @@ def _kind(
         v_head_dim=v_THE.shape[2],
         dtypes=tuple(x.dtype for x in tensors),
         device=q_THD.device,
+        strides=tuple(x.stride() for x in (q_THD, k_THD, v_THE)),
         wants_gradient=tuple(x.requires_grad and torch.is_grad_enabled() for x in tensors),
     )
 

@@ -1,6 +1,6 @@
 """The forest's mask as FlexAttention reads it: lists of tiles for each tile, and the rule's three numbers a row."""
 
-# Shape letters: T rows, padded to whole tiles; R tiles of rows, K tiles of keys, A tiles of either side, B of the other.
+# Shape letters: T rows, padded to whole tiles; R tiles of rows, K of keys; A tiles of either side, B of the other.
 
 from dataclasses import dataclass
 

@@ -1,6 +1,6 @@
 """One compiled graph for each kind of call, whatever the lengths."""
 
-# Shape letters: B batch of 1, H heads (Hq query, Hkv key and value), T rows (whole tiles), D head dim, E value head dim.
+# Shape letters: T rows (whole tiles), H heads (Hq query, Hkv key and value), D head dim, E value head dim; 1 the batch.
 
 import hashlib
 from collections.abc import Callable
@@ -50,6 +50,9 @@ class CallKind:
 
     device: torch.device
 
+    strides: tuple[tuple[int, ...], ...]
+    """Of q, k and v."""
+
     wants_gradient: tuple[bool, ...]
     """Of q, k, v and the sinks."""
 
@@ -66,17 +69,17 @@ class CompiledCall:
         self.attend = _attend_of(kind)
         name = f"flex_{hashlib.sha256(repr(kind).encode()).hexdigest()[:16]}"
         self.attend.__code__ = self.attend.__code__.replace(co_name=name)
-        self._compiled = torch.compile(self.attend, backend=compiler, fullgraph=True)
+        # Inductor would time several ways to sum the sinks' gradient, and take another one in another run.
+        options: dict[str, Any] | None = {"deterministic": True} if compiler == "inductor" else None
+        self._compiled = torch.compile(self.attend, backend=compiler, fullgraph=True, options=options)
 
     def __call__(
-        self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTE: Tensor, sinks_H: Tensor | None, blocks: FlexBlocks
+        self, q_1HTD: Tensor, k_1HTD: Tensor, v_1HTE: Tensor, sinks_H: Tensor | None, blocks: FlexBlocks
     ) -> Tensor:
         """[1, Hq, T, E] in q's dtype. q: [1, Hq, T, D]. k: [1, Hkv, T, D]. v: [1, Hkv, T, E]."""
-        for tensor in (q_BHTD, k_BHTD, v_BHTE):
+        for tensor in (q_1HTD, k_1HTD, v_1HTE):
             torch._dynamo.mark_dynamic(tensor, 2)
-        # A graph that reuses its saved tensors' memory runs backward once only; callers may want to keep it.
-        with torch._functorch.config.patch(donated_buffer=False):
-            return self._compiled(q_BHTD, k_BHTD, v_BHTE, sinks_H, *_tensors_of(blocks))
+        return self._compiled(q_1HTD, k_1HTD, v_1HTE, sinks_H, *_tensors_of(blocks))
 
 
 @cache
@@ -97,15 +100,15 @@ def _tensors_of(blocks: FlexBlocks) -> tuple[Tensor | None, ...]:
 
 def _attend_of(kind: CallKind) -> Any:
     """The function that is compiled. Tensors come in as arguments: what a mask closes over would be guarded."""
-    scale, tiles = kind.scoring.softmax_scale, (kind.row_tile, kind.key_tile)
+    scale, tiles, has_window = kind.scoring.softmax_scale, (kind.row_tile, kind.key_tile), kind.has_window
     score_mod = _softcap_of(kind.scoring.softcap)
     aux_request = AuxRequest(lse=True) if kind.has_sinks else None
     options = cast(FlexKernelOptions, _KERNEL_OPTIONS[kind.backend])
 
     def attend(
-        q_BHTD: Tensor,
-        k_BHTD: Tensor,
-        v_BHTE: Tensor,
+        q_1HTD: Tensor,
+        k_1HTD: Tensor,
+        v_1HTE: Tensor,
         sinks_H: Tensor | None,
         *mask_tensors: Tensor,
     ) -> Tensor:
@@ -113,16 +116,16 @@ def _attend_of(kind: CallKind) -> Any:
 
         def mask_mod(_batch: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
             is_read = (key <= row) & (row < expiry_T[key])
-            if kind.has_window:
+            if has_window:
                 is_read = is_read & (positions_T[key] > floor_T[row])
             return is_read
 
-        T = q_BHTD.shape[2]
+        T = q_1HTD.shape[2]
         block_mask = BlockMask((T, T), *tile_lists, BLOCK_SIZE=tiles, mask_mod=mask_mod)
-        result = flex_attention(
-            q_BHTD,
-            k_BHTD,
-            v_BHTE,
+        result: Any = flex_attention(  # a pair where there is a request
+            q_1HTD,
+            k_1HTD,
+            v_1HTE,
             score_mod,
             block_mask,
             scale,
@@ -130,12 +133,12 @@ def _attend_of(kind: CallKind) -> Any:
             kernel_options=options,
             return_aux=aux_request,
         )
-        if aux_request is None:
+        if sinks_H is None:
             return result
-        out_BHTE, aux = result
+        out_1HTE, aux = result
         # A sink is one more key of every row, whose value is zero.
-        weight_BHT = torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])
-        return (out_BHTE * weight_BHT[..., None]).to(out_BHTE.dtype)
+        weight_1HT = torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])
+        return (out_1HTE * weight_1HT[..., None]).to(out_1HTE.dtype)
 
     return attend
 
