@@ -1,0 +1,53 @@
+"""Head dims and tiles that flash-attn-4 has, by GPU. The tiles are the package's choice: lists must be made of them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    rows: int
+    keys: int
+
+
+def head_dims(head_dim: int, v_head_dim: int, capability: int) -> tuple[int, int]:
+    """The smallest pair that the kernels have, of query and value, into which the given pair fits.
+
+    capability: major compute capability. On 9 any multiple of 8 to 256; values no longer than queries, whose
+    tiles were chosen for that. On 10 and 11 to 128 each, (192, 128) and (256, 256).
+    """
+    head_dim, v_head_dim = (-(-dim // 8) * 8 for dim in (max(head_dim, v_head_dim), v_head_dim))
+    if capability == 9 or head_dim <= 128:
+        return head_dim, v_head_dim
+    return (192, 128) if head_dim <= 192 and v_head_dim <= 128 else (256, 256)
+
+
+def has_block_kernels(head_dim: int, capability: int) -> bool:
+    """The kernels for head dim 256 on 10 and 11 are others, that know no lists."""
+    return capability == 9 or head_dim <= 192
+
+
+def forward_tile(head_dim: int, v_head_dim: int, capability: int) -> Tile:
+    if capability != 9:
+        return Tile(256, 128)  # two tiles of 128 rows at a time
+    if head_dim <= 64:
+        return Tile(192, 128)
+    if head_dim <= 96:
+        return Tile(192, 144)
+    if head_dim <= 128:
+        return Tile(128, 128)
+    if head_dim <= 192:
+        return Tile(128, 128 if v_head_dim <= 128 else 112)
+    return Tile(128, 80)
+
+
+def backward_tile(head_dim: int, capability: int) -> Tile:
+    if capability != 9:
+        # Two thread blocks share a pair of key tiles where vectors are long: a list entry must cover both.
+        return Tile(128, 256 if head_dim >= 128 else 128)
+    if head_dim <= 64:
+        return Tile(128, 128)
+    if head_dim <= 96:
+        return Tile(64, 128)
+    if head_dim <= 128:
+        return Tile(80, 128)
+    return Tile(64, 96 if head_dim <= 192 else 64)
