@@ -1,0 +1,62 @@
+"""Tile sizes, by measurement."""
+
+from dataclasses import dataclass
+
+MIN_BLOCK = 16
+"""The least side of a matrix product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Tiles of both passes. More warps hold more accumulators; more stages overlap more loads."""
+
+    forward_rows: int
+    forward_keys: int
+    forward_warps: int
+    forward_stages: int
+
+    looks_ahead: bool
+    """The forward pass multiplies the next keys while it weighs this tile's: faster where registers suffice."""
+
+    item_rows: int
+    """Rows that a program of dK and dV takes at a time."""
+    item_keys: int
+    """Keys that it owns."""
+
+    rows: int
+    """Rows that a program of dQ owns."""
+    keys: int
+    """Keys that it takes at a time."""
+
+    backward_warps: int
+    backward_stages: int
+
+
+_SMALLEST = Blocks(16, 16, 4, 1, True, 16, 16, 16, 16, 4, 1)
+
+# (largest padded head dim, blocks), for 227 KiB of shared memory a multiprocessor.
+_HOPPER = (
+    (64, Blocks(128, 64, 8, 3, True, 64, 128, 128, 128, 8, 3)),
+    (128, Blocks(128, 64, 8, 3, True, 64, 128, 128, 64, 8, 3)),
+    (256, Blocks(128, 32, 8, 3, True, 32, 64, 64, 32, 8, 2)),
+    (512, Blocks(64, 32, 8, 2, False, 16, 32, 32, 16, 8, 1)),
+)
+
+# For about 100 KiB: Ampere and Ada consumer cards, AMD.
+_SMALL_SHARED_MEMORY = (
+    (64, Blocks(128, 64, 4, 2, False, 64, 64, 64, 64, 4, 2)),
+    (128, Blocks(64, 64, 4, 2, False, 32, 64, 64, 32, 4, 1)),
+    (256, Blocks(64, 32, 8, 1, False, 16, 32, 32, 16, 8, 1)),
+    (512, Blocks(16, 16, 4, 1, False, 16, 16, 16, 16, 4, 1)),
+)
+
+
+def choose_blocks(block_head_dim: int, shared_memory_bytes: int | None) -> Blocks:
+    """block_head_dim: the larger head dim, a power of two. None bytes: the interpreter, for which small is fast."""
+    if shared_memory_bytes is None:
+        return _SMALLEST
+    table = _HOPPER if shared_memory_bytes >= 200 * 1024 else _SMALL_SHARED_MEMORY
+    for largest, blocks in table:
+        if block_head_dim <= largest:
+            return blocks
+    raise AssertionError(f"head dim {block_head_dim} is over what the registry lets through")
