@@ -102,7 +102,10 @@ def test_gradients_equal_the_oracle(window: int | None, softcap: float | None, h
 
 @pytest.mark.usefixtures("dense")
 def test_the_gradient_of_the_log_sum_exp_is_not_dropped():
-    """The sinks' own gradient, and through the weight that a sink leaves to the keys, that of q and k."""
+    """Kernels that return a log-sum-exp often have no gradient for it: flash-attention#889.
+
+    It is the sinks' own gradient, and through the weight that a sink leaves to the keys, that of q and k.
+    """
     layout = LAYOUTS[1]
     case = make_case(layout, has_sinks=True)
     case.sinks_H.add_(3.0)  # pyright: ignore[reportOptionalMemberAccess]  # a sink that takes most of the weight
@@ -266,6 +269,9 @@ def test_changing_one_sequence_leaves_the_others_bitwise_equal():
 
 
 def test_a_sink_under_fa4_is_our_mistake():
-    """Its backward refuses the gradient of the log-sum-exp; the registry does not list sinks for it."""
+    """Its backward refuses the gradient of the log-sum-exp, which it also returned in other units: pytorch#181645.
+
+    The registry does not list sinks for it.
+    """
     with pytest.raises(AssertionError, match="sinks"):
         attend(LAYOUTS[0], backend="fa4")(make_case(LAYOUTS[0], has_sinks=True))

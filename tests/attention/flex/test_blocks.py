@@ -60,7 +60,10 @@ def test_no_pair_is_lost_and_full_tiles_are_full(layout: PackedLayout, window: i
 
 @given(forests, windows, tilings)
 def test_padding_reads_itself_and_is_not_read(layout: PackedLayout, window: int | None, tiles: tuple[int, int]):
-    """A row without a key has no softmax: its log-sum-exp is -inf, and what a backward kernel makes of it is NaN."""
+    """Kernels see whole tiles only; odd lengths gave NaN or wrong gradients: pytorch#153799, #159247, #136232.
+
+    A row without a key has no softmax: its log-sum-exp is -inf, and what a backward kernel makes of it may be NaN.
+    """
     blocks = build_flex_blocks(AttentionPlan.build(layout, window=window), *tiles)
     mask_TT = mask_of(blocks)
     T = layout.num_rows

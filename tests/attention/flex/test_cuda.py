@@ -65,63 +65,44 @@ def check(name: str, backend: str, case: Case, window: int | None = None, dtype:
     assert_within_error_budget(attend(layout, backend, window), case.to(dtype, "cuda"), mask_TT)
 
 
-# Every kind of call takes seconds to compile, so that few are asked for.
+# Every kind of call takes seconds to compile, so that few are asked for, and tests share them.
 @pytest.mark.parametrize("name", FORESTS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_forest_stays_in_the_error_budget(backend: str, name: str):
     check(name, backend, make_case(FORESTS[name], heads=(8, 2), head_dim=128))
 
 
-@pytest.mark.parametrize("window", [1, 5, 100])
+@pytest.mark.parametrize("window", [1, 5, 17, 100])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_windows_stay_in_the_error_budget(backend: str, window: int):
+def test_windows_caps_and_sinks_stay_in_the_error_budget(backend: str, window: int):
     for name in FORESTS:
-        check(name, backend, make_case(FORESTS[name], heads=(8, 2), head_dim=128), window)
+        case = make_case(FORESTS[name], heads=(8, 2), head_dim=64, has_sinks=backend == "triton", softcap=3.0)
+        check(name, backend, case, window)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_softcap_stays_in_the_error_budget(backend: str):
-    for name in FORESTS:
-        check(name, backend, make_case(FORESTS[name], heads=(8, 2), head_dim=128, softcap=2.0))
-
-
-def test_sinks_windows_and_softcap_stay_in_the_error_budget():
-    for name in FORESTS:
-        case = make_case(FORESTS[name], heads=(8, 2), head_dim=64, has_sinks=True, softcap=3.0)
-        check(name, "triton", case, window=17)
+full = pytest.mark.full
 
 
 @pytest.mark.parametrize(
-    ("head_dims", "heads", "dtype"),
+    ("backend", "head_dims", "heads", "dtype"),
     [
-        ((64, 64), (9, 3), torch.float16),
-        ((36, 20), (4, 4), torch.bfloat16),
-        ((8, 8), (4, 1), torch.bfloat16),
-        ((192, 128), (4, 4), torch.bfloat16),
-        ((256, 256), (4, 2), torch.bfloat16),
-        ((32, 32), (2, 1), torch.float32),
+        ("triton", (192, 128), (4, 4), torch.bfloat16),
+        pytest.param("triton", (256, 256), (4, 2), torch.float16, marks=full),
+        pytest.param("triton", (36, 20), (9, 3), torch.bfloat16, marks=full),
+        pytest.param("triton", (8, 8), (4, 1), torch.bfloat16, marks=full),
+        pytest.param("triton", (32, 32), (2, 1), torch.float32, marks=full),
+        pytest.param("fa4", (64, 64), (9, 3), torch.float16, marks=full),
+        pytest.param("fa4", (36, 20), (4, 4), torch.bfloat16, marks=full),
+        pytest.param("fa4", (96, 96), (4, 1), torch.bfloat16, marks=full),
+        pytest.param("fa4", (8, 8), (4, 2), torch.bfloat16, marks=full),
     ],
 )
-def test_heads_and_dtypes_of_triton(head_dims: tuple[int, int], heads: tuple[int, int], dtype: torch.dtype):
+def test_heads_and_dtypes(backend: str, head_dims: tuple[int, int], heads: tuple[int, int], dtype: torch.dtype):
+    if backend == "fa4" and not has_fa4():
+        pytest.skip("no flash-attn-4, or not its GPU")
     layout = FORESTS["ragged groups"]
     case = make_case(layout, heads=heads, head_dim=head_dims[0], v_head_dim=head_dims[1])
-    check("ragged groups", "triton", case, dtype=dtype)
-
-
-@pytest.mark.skipif(not has_fa4(), reason="no flash-attn-4, or not its GPU")
-@pytest.mark.parametrize(
-    ("head_dims", "heads", "dtype"),
-    [
-        ((64, 64), (9, 3), torch.float16),
-        ((36, 20), (4, 4), torch.bfloat16),
-        ((96, 96), (4, 1), torch.bfloat16),
-        ((8, 8), (4, 2), torch.bfloat16),
-    ],
-)
-def test_heads_and_dtypes_of_fa4(head_dims: tuple[int, int], heads: tuple[int, int], dtype: torch.dtype):
-    layout = FORESTS["ragged groups"]
-    case = make_case(layout, heads=heads, head_dim=head_dims[0], v_head_dim=head_dims[1])
-    check("ragged groups", "fa4", case, dtype=dtype)
+    check("ragged groups", backend, case, dtype=dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -133,7 +114,7 @@ def test_lengths_compile_nothing_anew(backend: str):
     counts: list[int] = []
     for n in range(10):
         layout = make_groups((100 + 77 * n, [50 * n, 30, 64]))
-        case = make_case(layout, heads=(4, 2), head_dim=64).to(torch.bfloat16, "cuda")
+        case = make_case(layout, heads=(8, 2), head_dim=128).to(torch.bfloat16, "cuda")
         output_and_gradients(attend(layout, backend), case)
         counts.append(counters["stats"]["unique_graphs"])
     assert len(set(counts)) == 1, f"graphs after each layout: {counts}"
