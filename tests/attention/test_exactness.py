@@ -187,7 +187,8 @@ NAMED_FORESTS = {
 @pytest.mark.parametrize("name", NAMED_FORESTS)
 def test_named_forests(impl: str, name: str):
     layout = NAMED_FORESTS[name]
-    check_against_dense(layout, make_case(layout, has_sinks=True), impl)
+    heads = (2, 1) if impl == "triton" else (4, 2)  # the interpreter takes a second for a thousand tiles
+    check_against_dense(layout, make_case(layout, heads=heads, has_sinks=True), impl)
 
 
 @pytest.mark.parametrize("impl", [*IMPLS, TRITON])

@@ -61,16 +61,15 @@ def backward(
         rows = slice(block.start, block.end)
         hidden_BK = ~_mask(plan, block)
         k_H1KD, v_H1KE, _ = _keys_and_values(k_THD, v_THE, block, dtype)
-        q_HGBD, dout_HGBE, out_HGBE = (
-            _by_key_head(x[rows].to(dtype), num_kv_heads) for x in (q_THD, dout_THE, out_THE)
-        )
+        q_HGBD, dout_HGBE = (_by_key_head(x[rows].to(dtype), num_kv_heads) for x in (q_THD, dout_THE))
         lse_HGB1 = lse_HT[:, rows].view(num_kv_heads, -1, block.end - block.start, 1)
         scores_HGBK = _scores(q_HGBD, k_H1KD, scoring)
         # Hidden pairs are zeroed, not multiplied by zero: a row that is not finite must stay alone.
         probs_HGBK = _probabilities(scores_HGBK.masked_fill(hidden_BK, -torch.inf), lse_HGB1)
         probs_HGBK = probs_HGBK.masked_fill(hidden_BK, 0.0)
         dprobs_HGBK = torch.matmul(dout_HGBE, v_H1KE.mT)
-        mean_HGB1 = (dout_HGBE * out_HGBE).sum(dim=-1, keepdim=True)
+        # Fused kernels take this mean from the output, which was rounded.
+        mean_HGB1 = (probs_HGBK * dprobs_HGBK).sum(dim=-1, keepdim=True)
         dscores_HGBK = probs_HGBK * (dprobs_HGBK - mean_HGB1) * scoring.softmax_scale
         if scoring.softcap is not None:
             dscores_HGBK *= 1 - (scores_HGBK / scoring.softcap).square()

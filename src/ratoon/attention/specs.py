@@ -87,8 +87,8 @@ SPECS = (
         home="ratoon.attention.flash.fa4",
         device_types=frozenset({"cuda"}),
         dtypes=_HALF,
-        forward=Kernel(features=frozenset({"sinks"}), max_head_dim=256),
-        backward=Kernel(features=frozenset(), max_head_dim=256),
+        forward=Kernel(features=frozenset({"softcap", "sinks"}), max_head_dim=256),
+        backward=Kernel(features=frozenset({"softcap", "deterministic backward"}), max_head_dim=256),
     ),
     ImplSpec(
         name="flash-fa3",
@@ -97,8 +97,8 @@ SPECS = (
         home="ratoon.attention.flash.fa3",
         device_types=frozenset({"cuda"}),
         dtypes=_HALF,
-        forward=Kernel(features=frozenset({"sinks"}), max_head_dim=256),
-        backward=Kernel(features=frozenset(), max_head_dim=256),
+        forward=Kernel(features=frozenset({"softcap", "sinks"}), max_head_dim=256),
+        backward=Kernel(features=frozenset({"softcap", "deterministic backward"}), max_head_dim=256),
     ),
     ImplSpec(
         name="triton",
