@@ -12,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import ratoon
+from ratoon.attention import available_impls
 from ratoon.cli.main import main
 
 COMMANDS = ("train", "eval", "plan", "init", "data", "export", "doctor", "bench")
@@ -106,6 +107,14 @@ def test_doctor_says_what_is_installed_and_what_would_be_used(capsys: pytest.Cap
     for words in ("torch", "transformers", "reasoning-gym", "CPU:", "GPU", "reference", "flash", "auto"):
         assert words in shown
     assert f"ratoon {ratoon.__version__}" in shown
+    for status in available_impls():
+        assert f"  {'yes' if status.is_available else 'no '} {status.name:<14} {status.reason}\n" in shown
+    _, found, choices = shown.partition('attention = "auto" on ')
+    assert found
+    for dim in ("64", "128", "256", "512"):
+        assert any(dim in line.partition(":")[0] for line in choices.splitlines()), f"no choice for head dim {dim}"
+    for kind in ("global", "sliding-window"):
+        assert f"({kind}, bfloat16): " in choices
 
 
 @pytest.mark.parametrize("what", ["absent", "empty", "file"])

@@ -36,7 +36,10 @@ def test_run_leaves_recipe_metrics_rollouts_checkpoints_and_log(tiny: TinyRun):
     assert all(row["reward"] == row["response"].count("a") + 0.1 * len(row["response"]) for row in rows)
     assert {letter for row in rows for letter in row["response"]} <= set("abcdefgh")
     assert any(row["response"] for row in rows)
-    assert "Traceback" not in (tiny.run_dir / "run.log").read_text()
+    log = (tiny.run_dir / "run.log").read_text()
+    assert "Traceback" not in log
+    (line,) = [line for line in log.splitlines() if "attention: " in line]
+    assert "forward flash-cpu, backward flash-cpu (" in line and "global): choices.toml, row 1 for cpu" in line
 
 
 def test_what_a_reward_prints_stands_in_the_run_folder(tiny: TinyRun):
