@@ -99,7 +99,7 @@ def test_auto_takes_the_reference_for_what_flash_lacks_and_says_why(feature: Fea
         (on_gpu(dim=64), "flash-fa4"),
         (on_gpu("sliding window"), "triton"),
         (on_gpu("sliding window", "softcap", "sinks", "deterministic backward"), "triton"),
-        (on_gpu("softcap", "deterministic backward", dim=256), "flash-fa4"),
+        (on_gpu("softcap", "sinks", dim=256), "flash-fa4"),
         (on_gpu(dim=192, v_dim=128), "flash-fa4"),
         (on_gpu(dim=512), "triton"),
         (on_gpu(dtype=torch.float32), "triton"),
@@ -112,6 +112,15 @@ def test_what_auto_takes_on_a_hopper_gpu(machine: Machine, request_: AttentionRe
     machine("sm90", *GPU_IMPLS)
     choice = resolve_impl(request_)
     assert (choice.forward, choice.backward) == (taken, taken)
+
+
+def test_auto_pairs_kernels_where_a_fixed_order_is_asked_for(machine: Machine):
+    machine("sm90", *GPU_IMPLS)
+    assert resolve_impl(on_gpu("deterministic backward")).kernels == "forward flash-fa4, backward triton"
+    machine("sm90", "flash-fa4", "reference")
+    choice = resolve_impl(on_gpu("deterministic backward"))
+    assert choice.kernels == "forward flash-fa4, backward flash-fa4"
+    assert "triton cannot run here" in choice.reason
 
 
 @pytest.mark.parametrize(
@@ -238,6 +247,28 @@ def test_the_op_refuses_what_its_plan_asks_for():
     plan = AttentionPlan.build(LAYOUT, window=2)
     with pytest.raises(ValueError, match=r"flash-cpu has no sliding window"):
         forest_attention(case.q_THD, case.k_THD, case.v_THE, plan, impl="flash")
+
+
+@pytest.mark.parametrize("impl", IMPL_NAMES)
+def test_the_op_serves_or_refuses_whatever_its_signature_can_say(impl: str):
+    """Never an assertion, nor another kernel's error."""
+    for dtype, window, softcap, has_sinks, deterministic, v_dim in itertools.product(
+        (torch.bfloat16, torch.float64), (None, 2), (None, 3.0), (False, True), (False, True), (8, 4)
+    ):
+        case = make_case(LAYOUT, v_head_dim=v_dim, has_sinks=has_sinks).to(dtype)
+        plan = AttentionPlan.build(LAYOUT, window=window)
+        inputs = [x.requires_grad_() for x in (case.q_THD, case.k_THD, case.v_THE)]
+        options = {"softcap": softcap, "sinks_H": case.sinks_H, "deterministic": deterministic, "impl": impl}
+        refusal, out_THE = "", None
+        try:
+            out_THE = forest_attention(case.q_THD, case.k_THD, case.v_THE, plan, **options)  # pyright: ignore[reportArgumentType]
+        except ValueError as error:
+            refusal = str(error)
+        if out_THE is not None:
+            gradients = torch.autograd.grad(out_THE, inputs, case.dout_THE)
+            assert out_THE.shape[2] == v_dim and all(x.isfinite().all() for x in (out_THE, *gradients))
+        else:
+            assert impl != "auto" and f"impl={impl!r} cannot run this attention" in refusal
 
 
 def test_the_shipped_table_is_sound():
