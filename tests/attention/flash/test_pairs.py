@@ -61,16 +61,21 @@ def tiles_of(rows: int, keys: int) -> Iterator[None]:
     """Forests of a few rows have many tiles."""
     tile = fa4_shapes.Tile(rows, keys)
     with (
-        patch.object(fa4_shapes, "forward_tile", lambda *dims: tile),
+        patch.object(fa4_shapes, "forward_build", lambda *dims: fa4_shapes.ForwardBuild(lists=tile)),
         patch.object(fa4_shapes, "backward_tile", lambda *dims: tile),
     ):
         yield
 
 
 def attention(
-    layout: PackedLayout, forward: ForwardKernel, backward: BackwardKernel, *, deterministic: bool = False
+    layout: PackedLayout,
+    forward: ForwardKernel,
+    backward: BackwardKernel,
+    *,
+    deterministic: bool = False,
+    device: str = "cpu",
 ) -> Callable[[Case], Tensor]:
-    plan = AttentionPlan.build(layout)
+    plan = AttentionPlan.build(layout, device)
 
     def attend_case(case: Case) -> Tensor:
         scale = 1 / case.q_THD.shape[2] ** 0.5 if case.softmax_scale is None else case.softmax_scale

@@ -56,10 +56,10 @@ def forward_by_blocks(
 
     v_head_dim = v_THE.shape[2]
     dims = _head_dims(q_THD, v_THE)
-    tile = fa4_shapes.forward_tile(*dims, _capability())
-    lists = plan.schedule(build_block_lists, tile.rows, tile.keys, "rows")
+    build = fa4_shapes.forward_build(*dims, _capability())
+    lists = plan.schedule(build_block_lists, build.lists.rows, build.lists.keys, "rows")
     q_THD, k_THD, v_THE = _padded(q_THD, k_THD, v_THE, dims)
-    out_THE, lse_HT = fa4_package.forward_blocks(q_THD, k_THD, v_THE, sinks_H, plan.expiry_T, lists, scoring)
+    out_THE, lse_HT = fa4_package.forward_blocks(q_THD, k_THD, v_THE, sinks_H, plan.expiry_T, lists, scoring, build)
     return cut(out_THE, v_head_dim), lse_HT
 
 
@@ -71,12 +71,14 @@ def forward_by_levels(
 
     v_head_dim = v_THE.shape[2]
     levels = plan.schedule(build_levels)
-    q_THD, k_THD, v_THE = _padded(q_THD, k_THD, v_THE, _head_dims(q_THD, v_THE))
-    out_THE, lse_HT = fa4_package.forward_runs(q_THD, k_THD, v_THE, sinks_H, levels.own, scoring)
+    dims = _head_dims(q_THD, v_THE)
+    build = fa4_shapes.forward_build(*dims, _capability())
+    q_THD, k_THD, v_THE = _padded(q_THD, k_THD, v_THE, dims)
+    out_THE, lse_HT = fa4_package.forward_runs(q_THD, k_THD, v_THE, sinks_H, levels.own, scoring, build)
     if len(levels.ancestors) > 1:  # a row adds one part a level: its sum is rounded once
         out_THE = out_THE.to(lse_HT.dtype)
     for level in levels.ancestors:
-        part_THE, part_lse_HT = fa4_package.forward_runs(q_THD, k_THD, v_THE, None, level, scoring)
+        part_THE, part_lse_HT = fa4_package.forward_runs(q_THD, k_THD, v_THE, None, level, scoring, build)
         merge_level(out_THE, lse_HT, part_THE, part_lse_HT, level.reads_T)
     return cut(out_THE, v_head_dim).to(q_THD.dtype), lse_HT
 

@@ -8,7 +8,6 @@ Importing it brings the package, and with it CuTe's compiler.
 # The package is installed only where its kernels run.
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -21,28 +20,9 @@ from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
 
 from ratoon.attention.flash.block_lists import BlockLists
+from ratoon.attention.flash.fa4_shapes import ForwardBuild
 from ratoon.attention.flash.levels import Level, OwnRuns
 from ratoon.attention.kernel import Scoring
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardTuning:
-    """How the forward kernel is built. None: as the package would."""
-
-    tile: tuple[int, int] | None = None
-    """Rows and keys of a tile. With block lists, their row tiles must be multiples of it, and the key tiles equal."""
-
-    probs_in_registers: bool | None = None
-    """The second product reads its left side from registers instead of shared memory."""
-
-    overlaps_products: bool | None = None
-    """A warp group's first product runs under its previous softmax."""
-
-    packs_heads: bool | None = None
-    """A tile's rows are those of all query heads of one key head."""
-
-
-DEFAULT_TUNING = ForwardTuning()
 
 
 @cute.jit
@@ -59,11 +39,11 @@ def forward_runs(
     sinks_H: Tensor | None,
     runs: OwnRuns | Level,
     scoring: Scoring,
-    tuning: ForwardTuning = DEFAULT_TUNING,
+    build: ForwardBuild,
 ) -> tuple[Tensor, Tensor]:
     """-> out [T, Hq, E] and natural log-sum-exp [Hq, T] fp32; rows outside the runs hold anything."""
     out_THE, lse_HT, *_ = _flash_attn_fwd(
-        q_THD, k_THD, v_THE, **_runs(runs), **_forward_options(sinks_H, scoring, tuning)
+        q_THD, k_THD, v_THE, **_runs(runs), **_forward_options(sinks_H, scoring, build)
     )
     return out_THE, lse_HT
 
@@ -76,7 +56,7 @@ def forward_blocks(
     expiry_T: Tensor,
     lists: BlockLists,
     scoring: Scoring,
-    tuning: ForwardTuning = DEFAULT_TUNING,
+    build: ForwardBuild,
 ) -> tuple[Tensor, Tensor]:
     """One launch: lists of each tile of rows. -> out [T, Hq, E], natural log-sum-exp [Hq, T] fp32."""
     out_1THE, lse_1HT, *_ = _flash_attn_fwd(
@@ -84,7 +64,7 @@ def forward_blocks(
         k_THD[None],
         v_THE[None],
         **_blocks(expiry_T, lists),
-        **_forward_options(sinks_H, scoring, tuning),
+        **_forward_options(sinks_H, scoring, build),
     )
     return out_1THE[0], lse_1HT[0]
 
@@ -166,7 +146,7 @@ def _blocks(expiry_T: Tensor, lists: BlockLists) -> dict[str, Any]:
     }
 
 
-def _forward_options(sinks_H: Tensor | None, scoring: Scoring, tuning: ForwardTuning) -> dict[str, Any]:
+def _forward_options(sinks_H: Tensor | None, scoring: Scoring, build: ForwardBuild) -> dict[str, Any]:
     if sinks_H is not None and sinks_H.dtype == torch.float64:
         sinks_H = sinks_H.float()
     return {
@@ -174,10 +154,10 @@ def _forward_options(sinks_H: Tensor | None, scoring: Scoring, tuning: ForwardTu
         "score_mod": None if scoring.softcap is None else _cap(scoring.softcap)[0],
         "learnable_sink": sinks_H,
         "return_lse": True,
-        "tile_mn": tuning.tile,
-        "mma_pv_is_rs": tuning.probs_in_registers,
-        "intra_wg_overlap": tuning.overlaps_products,
-        "pack_gqa": tuning.packs_heads,
+        "tile_mn": None if build.tile is None else (build.tile.rows, build.tile.keys),
+        "mma_pv_is_rs": build.probs_in_registers,
+        "intra_wg_overlap": build.overlaps_products,
+        "pack_gqa": build.packs_heads,
     }
 
 

@@ -9,6 +9,25 @@ class Tile:
     keys: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBuild:
+    """How a forward kernel is built. None: as the package would, which depends on head dims, GPU and lists."""
+
+    lists: Tile
+    """What an entry of a block list stands for: rows of one or more of the kernel's tiles, keys of one."""
+
+    tile: Tile | None = None
+
+    probs_in_registers: bool | None = None
+    """The second product reads its left side from registers instead of shared memory."""
+
+    overlaps_products: bool | None = None
+    """A warp group's first product runs under its previous softmax."""
+
+    packs_heads: bool | None = None
+    """A tile's rows are those of all query heads of one key head."""
+
+
 def head_dims(head_dim: int, v_head_dim: int, capability: int) -> tuple[int, int]:
     """The smallest pair that the kernels have, of query and value, into which the given pair fits.
 
@@ -26,7 +45,11 @@ def has_block_kernels(head_dim: int, capability: int) -> bool:
     return capability == 9 or head_dim <= 192
 
 
-def forward_tile(head_dim: int, v_head_dim: int, capability: int) -> Tile:
+def forward_build(head_dim: int, v_head_dim: int, capability: int) -> ForwardBuild:
+    return ForwardBuild(lists=_forward_tile(head_dim, v_head_dim, capability))
+
+
+def _forward_tile(head_dim: int, v_head_dim: int, capability: int) -> Tile:
     if capability != 9:
         return Tile(256, 128)  # two tiles of 128 rows at a time
     if head_dim <= 64:
