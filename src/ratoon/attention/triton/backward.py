@@ -17,7 +17,7 @@ from ratoon.attention.triton.scores import LOG2E, cap_scores, dot, is_read, load
 @triton.jit
 def row_terms_kernel(
     out_ptr, dout_ptr, lse_ptr, lse2_ptr, means_ptr,
-    stride_ot, stride_oh, stride_gt, stride_gh, stride_lh,
+    stride_ot, stride_oh, stride_gt, stride_gh, stride_lh, stride_th,
     T, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """What the backward pass needs of each row, once: [H, T] of log-sum-exps in base 2, and of means.
@@ -35,9 +35,10 @@ def row_terms_kernel(
     dout_ptrs = dout_ptr + first_row * stride_gt + head * stride_gh + offs_m[:, None] * stride_gt + offs_e[None, :]
     out = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)  # [M, E]
     dout = tl.load(dout_ptrs, mask=mask, other=0.0).to(tl.float32)
-    of_rows = wide(head) * stride_lh + first_row + offs_m
+    lse = tl.load(lse_ptr + wide(head) * stride_lh + first_row + offs_m, mask=mask_m, other=0.0)
+    of_rows = wide(head) * stride_th + first_row + offs_m
     tl.store(means_ptr + of_rows, tl.sum(out * dout, axis=1), mask=mask_m)
-    tl.store(lse2_ptr + of_rows, tl.load(lse_ptr + of_rows, mask=mask_m, other=0.0) * LOG2E, mask=mask_m)
+    tl.store(lse2_ptr + of_rows, lse * LOG2E, mask=mask_m)
 
 
 @triton.jit

@@ -2,13 +2,10 @@
 
 from dataclasses import dataclass
 
-MIN_BLOCK = 16
-"""The least side of a matrix product."""
-
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Tiles of both passes. More warps hold more accumulators; more stages overlap more loads."""
+    """Tiles of the portable kernels. More warps hold more accumulators; more stages overlap more loads."""
 
     forward_rows: int
     forward_keys: int
@@ -32,6 +29,21 @@ class Blocks:
     backward_stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class HopperBlocks:
+    """Tiles of the kernels in `hopper`, and how many visiting ones shared memory holds at once."""
+
+    forward_rows: int
+    forward_keys: int
+    forward_stages: int
+    item_rows: int
+    item_keys: int
+    item_stages: int
+    rows: int
+    keys: int
+    stages: int
+
+
 _SMALLEST = Blocks(16, 16, 4, 1, True, 16, 16, 16, 16, 4, 1)
 
 # (largest padded head dim, blocks), for 227 KiB of shared memory a multiprocessor.
@@ -49,6 +61,16 @@ _SMALL_SHARED_MEMORY = (
     (256, Blocks(64, 32, 8, 1, False, 16, 32, 32, 16, 8, 1)),
     (512, Blocks(16, 16, 4, 1, False, 16, 16, 16, 16, 4, 1)),
 )
+
+
+HOPPER_BLOCKS = {
+    64: HopperBlocks(128, 128, 2, 64, 128, 2, 128, 128, 2),
+    128: HopperBlocks(128, 128, 2, 64, 128, 2, 128, 128, 2),
+}
+"""By head dim of queries, keys and values alike."""
+
+HOPPER_HEAD_DIMS: frozenset[int] = frozenset()
+"""Those whose kernels in `hopper` serve calls: the ones that ran on a GPU, were right there, and were faster."""
 
 
 def choose_blocks(block_head_dim: int, shared_memory_bytes: int | None) -> Blocks:

@@ -7,6 +7,7 @@ cost: the last ones to start are the shortest.
 # Shape letters: R tiles of rows, K tiles of keys, I items, J intervals, X split tiles.
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +24,7 @@ MAX_SHARE = 1.0
 """An item takes at most this part of what each multiprocessor has to do for keys. Work for rows fills the gaps."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceIntervals:
+class DeviceIntervals(NamedTuple):
     """`Intervals` on the device, int32."""
 
     offsets: Tensor

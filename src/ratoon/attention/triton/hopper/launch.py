@@ -1,0 +1,78 @@
+"""The launches of the Hopper kernels."""
+
+# A Triton launch takes a kernel's runtime arguments, its constants and the compiler's options in one call.
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+
+# Shape letters: T rows, H heads (Hq query, Hkv key and value), D head dim.
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ratoon.attention.kernel import Scoring
+from ratoon.attention.plan import AttentionPlan
+from ratoon.attention.triton.blocks import HopperBlocks
+from ratoon.attention.triton.descriptors import aligned
+from ratoon.attention.triton.hopper.backward import backward_kernel
+from ratoon.attention.triton.hopper.forward import forward_kernel
+from ratoon.attention.triton.schedule import KeySchedule, RowSchedule
+
+NUM_WARPS = 4
+"""Of each group."""
+
+GROUP_ROWS = 64
+"""Rows or keys that a group owns: the height of Hopper's matrix products."""
+
+
+def forward(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, sinks_H: Tensor | None, out_THD: Tensor, lse_HT: Tensor,
+    plan: AttentionPlan, scoring: Scoring, schedule: RowSchedule, blocks: HopperBlocks,
+) -> None:  # fmt: skip
+    """Writes out and lse; the schedule has the blocks' tiles."""
+    T, Hq, _ = q_THD.shape
+    num_tiles = schedule.tile_R.shape[0]
+    forward_kernel[(num_tiles * Hq,)](
+        _tiles(q_THD, GROUP_ROWS), _tiles(k_THD, blocks.forward_keys), _tiles(v_THD, blocks.forward_keys),
+        _tiles(out_THD, GROUP_ROWS), sinks_H, lse_HT, plan.expiry_T, plan.positions_T,
+        schedule.tile_R, *schedule.full, *schedule.partial,
+        lse_HT.stride(0), T, num_tiles, scoring.softmax_scale, plan.window,
+        GROUP=Hq // k_THD.shape[1], BLOCK_M=GROUP_ROWS, BLOCK_N=blocks.forward_keys, NUM_STAGES=blocks.forward_stages,
+        HAS_SINKS=sinks_H is not None, HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def backward(
+    dout_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, lse2_HT: Tensor, means_HT: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor], parts: tuple[Tensor, Tensor], plan: AttentionPlan, scoring: Scoring,
+    items: KeySchedule, rows: RowSchedule, blocks: HopperBlocks,
+) -> None:  # fmt: skip
+    """Writes dq, dk and dv, and the parts of dk and dv of split tiles."""
+    T, Hq, D = q_THD.shape
+    Hkv = k_THD.shape[1]
+    dq_THD, dk_THD, dv_THD = gradients
+    num_items, num_tiles = items.tile_I.shape[0], rows.tile_R.shape[0]
+    backward_kernel[(num_items * Hkv + num_tiles * Hq,)](
+        *(_tiles(x, blocks.item_rows) for x in (q_THD, dout_THD)),
+        *(_tiles(x, GROUP_ROWS) for x in (k_THD, v_THD, dk_THD, dv_THD)),
+        *(_row_terms(x, blocks.item_rows) for x in (lse2_HT, means_HT)),
+        *(_tiles(x, blocks.keys) for x in (k_THD, v_THD)), _tiles(dq_THD, GROUP_ROWS),
+        lse2_HT, means_HT, *parts, plan.expiry_T, plan.positions_T,
+        items.tile_I, items.slot_I, *items.full, *items.partial, rows.tile_R, *rows.full, *rows.partial,
+        lse2_HT.stride(0), T, num_items, num_tiles, Hkv, scoring.softmax_scale, plan.window,
+        GROUP=Hq // Hkv, D=D, BLOCK_M=blocks.item_rows, ITEM_N=GROUP_ROWS, BLOCK_N=blocks.keys,
+        ITEM_STAGES=blocks.item_stages, NUM_STAGES=blocks.stages,
+        HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def _tiles(tensor_THD: Tensor, num_rows: int) -> TensorDescriptor:
+    """Tiles of `num_rows` rows of one head; what lies outside the tensor reads as zeros."""
+    aligned_THD = aligned(tensor_THD)
+    block = [num_rows, 1, tensor_THD.shape[2]]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    return TensorDescriptor(aligned_THD, list(tensor_THD.shape), list(aligned_THD.stride()), block, layout)
+
+
+def _row_terms(terms_HT: Tensor, num_rows: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(terms_HT, list(terms_HT.shape), list(terms_HT.stride()), [1, num_rows], layout)

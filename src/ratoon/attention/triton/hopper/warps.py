@@ -1,0 +1,58 @@
+"""What both kernels are made of: tiles and barriers in shared memory, the rule, an order that the assembler keeps."""
+
+# Gluon's functions are typed for its compiler, not for who reads a call.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+
+# Shape letters: D head dim, M rows of a tile, N keys of a tile.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+NUM_GROUPS = gl.constexpr(2)
+"""Groups of four warps that compute; one more warp copies."""
+
+
+@gluon.jit
+def allocate(desc, NUM_TILES: gl.constexpr):
+    """[tiles, M, 1, D] in shared memory."""
+    return gl.allocate_shared_memory(desc.dtype, [NUM_TILES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+
+
+@gluon.jit
+def matrix(smem, index):
+    """Tile `index` of [tiles, M, 1, D] as [M, D]."""
+    return smem.index(index).reshape([smem.shape[1], smem.shape[3]])
+
+
+@gluon.jit
+def barriers(NUM_BARRIERS: gl.constexpr, count: gl.constexpr):
+    """Barriers that complete a phase with `count` arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(NUM_BARRIERS):
+        mbarrier.init(bars.index(index), count=count)
+    return bars
+
+
+@gluon.jit
+def may_read(
+    rows, keys, lifetime, row_positions, key_positions, window, HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
+    """The rule (`is_read` of scores.py); lifetime is what is left of a key's expiry, at least 0. Shapes broadcast."""
+    allowed = (rows - keys).to(gl.uint32) < lifetime.to(gl.uint32)
+    if HAS_WINDOW:
+        allowed = allowed & (row_positions - key_positions < window)
+    return allowed
+
+
+@gluon.jit
+def stay_before(values):
+    """The assembler moves arithmetic behind a later wait for the tensor cores, where it overlaps with nothing.
+
+    A warp's barrier, whose mask (all threads, for values that are not negative) is made of the values, holds it back.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 mask; shr.s32 mask, $1, 31; not.b32 mask, mask; bar.warp.sync mask; mov.b32 $0, $1; }",
+        "=r,r", [values], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip

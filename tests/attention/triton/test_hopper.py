@@ -1,0 +1,98 @@
+"""The kernels for Hopper against float64: on a simulator here, as compiled on a Hopper GPU."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.attention.oracle import (
+    Case,
+    assert_within_error_budget,
+    dense_mask,
+    make_case,
+    make_chain,
+    make_groups,
+    output_and_gradients,
+)
+from tests.attention.triton.gluon_simulator import simulated_hopper
+from torch import Tensor
+
+from ratoon.attention import AttentionPlan, forest_attention
+from ratoon.attention.triton import attention as triton_attention
+from ratoon.attention.triton.blocks import HOPPER_BLOCKS
+from ratoon.layout import PackedLayout, pack_documents
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+
+# Tiles have 128 rows: these have full tiles, partial ones, and rows behind the last whole tile.
+GROUPS = make_groups((150, [70, 130, 1]), (5, [140]))
+CHAIN = make_chain(3, 61)
+DOCUMENTS = pack_documents([[1] * n for n in (260, 1, 97)])
+
+
+@pytest.fixture(autouse=True)
+def hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are served by the kernels for Hopper, measured or not."""
+    monkeypatch.setattr(triton_attention, "HOPPER_HEAD_DIMS", frozenset(HOPPER_BLOCKS))
+    if HAS_GPU:
+        if torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("not a Hopper GPU")
+        return
+    machine = triton_attention.Machine(num_multiprocessors=8, shared_memory_bytes=None, is_hopper=True)
+    monkeypatch.setattr(triton_attention, "_machine", lambda _: machine)
+    launch = simulated_hopper()
+    monkeypatch.setattr(triton_attention, "import_module", lambda _: launch)
+
+
+def attend(layout: PackedLayout, window: int | None = None) -> Callable[[Case], Tensor]:
+    plan = AttentionPlan.build(layout, DEVICE, window)
+
+    def attention(case: Case) -> Tensor:
+        return forest_attention(
+            case.q_THD, case.k_THD, case.v_THE, plan, sinks_H=case.sinks_H, deterministic=True, impl="triton"
+        )
+
+    return attention
+
+
+def check(layout: PackedLayout, case: Case, dtype: torch.dtype = torch.bfloat16, window: int | None = None) -> None:
+    mask_TT = dense_mask(layout, window).to(DEVICE)
+    assert_within_error_budget(attend(layout, window), case.to(dtype, DEVICE), mask_TT)
+
+
+@pytest.mark.parametrize("head_dim", sorted(HOPPER_BLOCKS))
+@pytest.mark.parametrize("layout", [GROUPS, CHAIN, DOCUMENTS], ids=["groups", "chain", "documents"])
+def test_forests(layout: PackedLayout, head_dim: int):
+    check(layout, make_case(layout, heads=(2, 1), head_dim=head_dim))
+
+
+@pytest.mark.parametrize("head_dim", sorted(HOPPER_BLOCKS))
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 20, 200])
+def test_windows_and_sinks(window: int | None, has_sinks: bool, head_dim: int):
+    case = make_case(GROUPS, heads=(2, 1), head_dim=head_dim, has_sinks=has_sinks)
+    check(GROUPS, case, window=window)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (3, 3), (6, 2)])
+def test_heads(heads: tuple[int, int]):
+    check(CHAIN, make_case(CHAIN, heads=heads, head_dim=64), torch.float16)
+
+
+@pytest.mark.parametrize("num_rows", [1, 63, 64, 65, 127, 128, 129, 257])
+def test_rows_around_the_borders_of_tiles(num_rows: int):
+    layout = make_groups((num_rows, [3]))
+    check(layout, make_case(layout, heads=(1, 1), head_dim=64))
+
+
+@pytest.mark.parametrize("head_dim", sorted(HOPPER_BLOCKS))
+def test_a_prompt_below_many_rows_is_split_and_added_up(head_dim: int):
+    layout = make_groups((40, [90] * 8))
+    check(layout, make_case(layout, heads=(2, 1), head_dim=head_dim))
+
+
+@pytest.mark.parametrize("head_dim", sorted(HOPPER_BLOCKS))
+def test_gradients_are_the_same_bits_in_every_run(head_dim: int):
+    case = make_case(GROUPS, heads=(2, 1), head_dim=head_dim).to(torch.bfloat16, DEVICE)
+    first, *others = (output_and_gradients(attend(GROUPS), case) for _ in range(3))
+    assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
