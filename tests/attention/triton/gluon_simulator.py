@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 WAIT_LIMIT_S = 20.0
-_MODULES = ("warps", "forward", "backward", "launch")
+_MODULES = ("warps", "forward", "keys", "keys_by_role", "rows", "backward", "launch")
 _local = threading.local()
 
 

@@ -41,7 +41,11 @@ class HopperBlocks:
     item_stages: int
     rows: int
     keys: int
-    stages: int
+    key_stages: int
+    value_stages: int
+
+    items_by_role: bool = False
+    """The two groups of an item share its keys, and split dK and dV: for heads whose gradients fill the registers."""
 
 
 _SMALLEST = Blocks(16, 16, 4, 1, True, 16, 16, 16, 16, 4, 1)
@@ -64,8 +68,9 @@ _SMALL_SHARED_MEMORY = (
 
 
 HOPPER_BLOCKS = {
-    64: HopperBlocks(128, 128, 2, 64, 128, 2, 128, 128, 2),
-    128: HopperBlocks(128, 128, 2, 64, 128, 2, 128, 128, 2),
+    64: HopperBlocks(128, 128, 2, 64, 128, 2, 128, 128, 2, 2),
+    128: HopperBlocks(128, 128, 2, 64, 128, 2, 128, 128, 2, 2),
+    256: HopperBlocks(128, 64, 2, 64, 64, 2, 128, 64, 2, 1, items_by_role=True),
 }
 """By head dim of queries, keys and values alike."""
 

@@ -13,383 +13,10 @@ have work while it takes exponentials; the other group's products fill what is l
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
-from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, matrix, may_read
-from ratoon.attention.triton.scores import LOG2E
-
-
-@gluon.jit
-def copy_visiting_rows(
-    q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
-    offsets_ptr, start_ptr, end_ptr, item, kv_head, count,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, NUM_STAGES: gl.constexpr,
-):  # fmt: skip
-    for interval in range(gl.load(offsets_ptr + item), gl.load(offsets_ptr + item + 1)):
-        start = gl.load(start_ptr + interval)
-        length = gl.load(end_ptr + interval) - start
-        for step in range(0, GROUP * length):
-            head = kv_head * GROUP + step // length
-            first_row = (start + step % length) * BLOCK_M
-            stage = count % NUM_STAGES
-            mbarrier.wait(free.index(stage), ((count // NUM_STAGES) & 1) ^ 1)
-            bar = ready.index(stage)
-            num_bytes: gl.constexpr = (
-                q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * lse2_desc.block_type.nbytes
-            )
-            mbarrier.expect(bar, num_bytes)
-            tma.async_copy_global_to_shared(q_desc, [first_row, head, 0], bar, q_smem.index(stage))
-            tma.async_copy_global_to_shared(lse2_desc, [head, first_row], bar, lse2_smem.index(stage))
-            tma.async_copy_global_to_shared(dout_desc, [first_row, head, 0], bar, dout_smem.index(stage))
-            tma.async_copy_global_to_shared(means_desc, [head, first_row], bar, means_smem.index(stage))
-            count += 1
-    return count
-
-
-@gluon.jit
-def copy_for_keys(
-    q_desc, dout_desc, k_desc, v_desc, lse2_desc, means_desc,
-    q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, own_ready, ready, free,
-    full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-    item, tile, kv_head,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-):  # fmt: skip
-    """The copying warp: keys and values once, then rows of every head of the group."""
-    for group in gl.static_range(NUM_GROUPS):
-        first_key = tile * (BLOCK_N * NUM_GROUPS) + group * BLOCK_N
-        mbarrier.expect(own_ready.index(group), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, [first_key, kv_head, 0], own_ready.index(group), k_smem.index(group))
-        tma.async_copy_global_to_shared(v_desc, [first_key, kv_head, 0], own_ready.index(group), v_smem.index(group))
-    count = copy_visiting_rows(
-        q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
-        partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-        item, kv_head, gl.to_tensor(0), GROUP, BLOCK_M, NUM_STAGES,
-    )  # fmt: skip
-    copy_visiting_rows(
-        q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
-        full_offsets_ptr, full_start_ptr, full_end_ptr, item, kv_head, count, GROUP, BLOCK_M, NUM_STAGES,
-    )  # fmt: skip
-
-
-@gluon.jit
-def add_rows(
-    k, v, q_smem, dout_smem, lse2_smem, means_smem, ready, free, dk, dv, count,
-    offsets_ptr, start_ptr, end_ptr, item, keys, lifetime, key_positions, positions_ptr, T, factor, window,
-    PRODUCTS: gl.constexpr, GRADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    NUM_STAGES: gl.constexpr, IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
-):  # fmt: skip
-    """Adds one list of row tiles to dK and dV, [N, D] each."""
-    for interval in range(gl.load(offsets_ptr + item), gl.load(offsets_ptr + item + 1)):
-        start = gl.load(start_ptr + interval)
-        length = gl.load(end_ptr + interval) - start
-        for step in range(0, GROUP * length):
-            stage = count % NUM_STAGES
-            mbarrier.wait(ready.index(stage), (count // NUM_STAGES) & 1)
-            q, dout = matrix(q_smem, stage), matrix(dout_smem, stage)
-            none = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, PRODUCTS)
-            products = warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
-            dprobs = warpgroup_mma(v, dout.permute([1, 0]), none, use_acc=False, is_async=True)
-            lse2 = lse2_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, PRODUCTS))
-            products = warpgroup_mma_wait(1, deps=[products])
-            probs = gl.exp2(products * factor - lse2[None, :])
-            if IS_PARTIAL:
-                rows = (start + step % length) * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, PRODUCTS))
-                row_positions = rows
-                if HAS_WINDOW:
-                    row_positions = gl.load(positions_ptr + rows, mask=rows < T, other=0)
-                allowed = may_read(
-                    rows[None, :], keys[:, None], lifetime[:, None],
-                    row_positions[None, :], key_positions[:, None], window, HAS_WINDOW,
-                )  # fmt: skip
-                probs = gl.where(allowed, probs, 0.0)
-            probs16 = gl.convert_layout(probs.to(q_smem.dtype), gl.DotOperandLayout(0, GRADS, 2))
-            means = means_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, PRODUCTS))
-            dv = warpgroup_mma(probs16, dout, dv, is_async=True)
-            dprobs = warpgroup_mma_wait(1, deps=[dprobs])
-            dscores = probs * (dprobs - means[None, :])
-            dscores16 = gl.convert_layout(dscores.to(q_smem.dtype), gl.DotOperandLayout(0, GRADS, 2))
-            dk = warpgroup_mma(dscores16, q, dk, is_async=True)
-            # Nothing may be in flight at the loop's end: the assembler would wait for every product.
-            dk, dv, _, _ = warpgroup_mma_wait(0, deps=[dk, dv, probs16, dscores16])
-            mbarrier.arrive(free.index(stage))
-            count += 1
-    return dk, dv, count
-
-
-@gluon.jit
-def key_gradients(
-    dk_desc, dv_desc, dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
-    q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, own_ready, ready, free,
-    full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-    item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
-    GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    NUM_STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
-):  # fmt: skip
-    """A group of four warps: 64 keys. Products are [N, M], so that probs and dscores are left operands as they are."""
-    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    first_key = tile * (BLOCK_N * NUM_GROUPS) + GROUP_INDEX * BLOCK_N
-    keys = first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, PRODUCTS))
-    lifetime = gl.maximum(gl.load(expiry_ptr + keys, mask=keys < T, other=0) - keys, 0)
-    key_positions = keys
-    if HAS_WINDOW:
-        key_positions = gl.load(positions_ptr + keys, mask=keys < T, other=0)
-    factor = softmax_scale * LOG2E
-    dk = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, GRADS)
-    dv = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, GRADS)
-    mbarrier.wait(own_ready.index(GROUP_INDEX), 0)
-    k, v = matrix(k_smem, GROUP_INDEX), matrix(v_smem, GROUP_INDEX)
-    dk, dv, count = add_rows(
-        k, v, q_smem, dout_smem, lse2_smem, means_smem, ready, free, dk, dv, gl.to_tensor(0),
-        partial_offsets_ptr, partial_start_ptr, partial_end_ptr, item, keys, lifetime, key_positions,
-        positions_ptr, T, factor, window,
-        PRODUCTS, GRADS, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES, True, HAS_WINDOW,
-    )  # fmt: skip
-    dk, dv, count = add_rows(
-        k, v, q_smem, dout_smem, lse2_smem, means_smem, ready, free, dk, dv, count,
-        full_offsets_ptr, full_start_ptr, full_end_ptr, item, keys, lifetime, key_positions,
-        positions_ptr, T, factor, window,
-        PRODUCTS, GRADS, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES, False, HAS_WINDOW,
-    )  # fmt: skip
-    dk = dk * softmax_scale
-    if slot < 0:
-        # The group's keys and values are spent: their memory takes the gradients on their way out.
-        matrix(k_smem, GROUP_INDEX).store(dk.to(k_smem.dtype))
-        matrix(v_smem, GROUP_INDEX).store(dv.to(v_smem.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(dk_desc, [first_key, kv_head, 0], k_smem.index(GROUP_INDEX))
-        tma.async_copy_shared_to_global(dv_desc, [first_key, kv_head, 0], v_smem.index(GROUP_INDEX))
-        tma.store_wait(0)
-    else:
-        part = (slot.to(gl.int64) * num_kv_heads + kv_head) * (BLOCK_N * NUM_GROUPS) + GROUP_INDEX * BLOCK_N
-        offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, GRADS))
-        offs_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, GRADS))
-        offs = (part + offs_n)[:, None] * D + offs_d[None, :]
-        gl.store(dk_parts_ptr + offs, dk, mask=(offs_d < D)[None, :])
-        gl.store(dv_parts_ptr + offs, dv, mask=(offs_d < D)[None, :])
-
-
-@gluon.jit
-def copy_for_rows(
-    q_desc, dout_desc, k_desc, v_desc, q_smem, dout_smem, k_smem, v_smem, own_ready, k_ready, k_free, v_ready, v_free,
-    full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-    tile, head, kv_head,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-):  # fmt: skip
-    for group in gl.static_range(NUM_GROUPS):
-        first_row = tile * (BLOCK_M * NUM_GROUPS) + group * BLOCK_M
-        mbarrier.expect(own_ready.index(group), q_desc.block_type.nbytes + dout_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_desc, [first_row, head, 0], own_ready.index(group), q_smem.index(group))
-        tma.async_copy_global_to_shared(dout_desc, [first_row, head, 0], own_ready.index(group), dout_smem.index(group))
-    count = copy_visiting_keys(
-        k_desc, v_desc, k_smem, v_smem, k_ready, k_free, v_ready, v_free,
-        partial_offsets_ptr, partial_start_ptr, partial_end_ptr, tile, kv_head, gl.to_tensor(0), BLOCK_N, NUM_STAGES,
-    )  # fmt: skip
-    copy_visiting_keys(
-        k_desc, v_desc, k_smem, v_smem, k_ready, k_free, v_ready, v_free,
-        full_offsets_ptr, full_start_ptr, full_end_ptr, tile, kv_head, count, BLOCK_N, NUM_STAGES,
-    )  # fmt: skip
-
-
-@gluon.jit
-def copy_visiting_keys(
-    k_desc, v_desc, k_smem, v_smem, k_ready, k_free, v_ready, v_free,
-    offsets_ptr, start_ptr, end_ptr, tile, kv_head, count, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-):  # fmt: skip
-    for interval in range(gl.load(offsets_ptr + tile), gl.load(offsets_ptr + tile + 1)):
-        for key_tile in range(gl.load(start_ptr + interval), gl.load(end_ptr + interval)):
-            stage = count % NUM_STAGES
-            phase = ((count // NUM_STAGES) & 1) ^ 1
-            mbarrier.wait(k_free.index(stage), phase)
-            mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                k_desc, [key_tile * BLOCK_N, kv_head, 0], k_ready.index(stage), k_smem.index(stage)
-            )
-            mbarrier.wait(v_free.index(stage), phase)
-            mbarrier.expect(v_ready.index(stage), v_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                v_desc, [key_tile * BLOCK_N, kv_head, 0], v_ready.index(stage), v_smem.index(stage)
-            )
-            count += 1
-    return count
-
-
-@gluon.jit
-def add_keys(
-    q, dout, k_smem, v_smem, k_ready, k_free, v_ready, v_free, dq, count,
-    offsets_ptr, start_ptr, end_ptr, tile, rows, row_positions, lse2, means,
-    expiry_ptr, positions_ptr, T, factor, window,
-    PRODUCTS: gl.constexpr, GRADS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    NUM_STAGES: gl.constexpr, IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
-):  # fmt: skip
-    """Adds one list of key tiles to dQ, [M, D]."""
-    for interval in range(gl.load(offsets_ptr + tile), gl.load(offsets_ptr + tile + 1)):
-        for key_tile in range(gl.load(start_ptr + interval), gl.load(end_ptr + interval)):
-            stage = count % NUM_STAGES
-            phase = (count // NUM_STAGES) & 1
-            none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, PRODUCTS)
-            mbarrier.wait(k_ready.index(stage), phase)
-            k = matrix(k_smem, stage)
-            products = warpgroup_mma(q, k.permute([1, 0]), none, use_acc=False, is_async=True)
-            mbarrier.wait(v_ready.index(stage), phase)
-            v = matrix(v_smem, stage)
-            dprobs = warpgroup_mma(dout, v.permute([1, 0]), none, use_acc=False, is_async=True)
-            products = warpgroup_mma_wait(1, deps=[products])
-            probs = gl.exp2(products * factor - lse2[:, None])
-            if IS_PARTIAL:
-                keys = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, PRODUCTS))
-                lifetime = gl.maximum(gl.load(expiry_ptr + keys, mask=keys < T, other=0) - keys, 0)
-                key_positions = keys
-                if HAS_WINDOW:
-                    key_positions = gl.load(positions_ptr + keys, mask=keys < T, other=0)
-                allowed = may_read(
-                    rows[:, None], keys[None, :], lifetime[None, :],
-                    row_positions[:, None], key_positions[None, :], window, HAS_WINDOW,
-                )  # fmt: skip
-                probs = gl.where(allowed, probs, 0.0)
-            dprobs = warpgroup_mma_wait(0, deps=[dprobs])
-            mbarrier.arrive(v_free.index(stage))
-            dscores = probs * (dprobs - means[:, None])
-            dscores16 = gl.convert_layout(dscores.to(k_smem.dtype), gl.DotOperandLayout(0, GRADS, 2))
-            dq = warpgroup_mma(dscores16, k, dq, is_async=True)
-            dq, _ = warpgroup_mma_wait(0, deps=[dq, dscores16])
-            mbarrier.arrive(k_free.index(stage))
-            count += 1
-    return dq, count
-
-
-@gluon.jit
-def query_gradients(
-    dq_desc, lse2_ptr, means_ptr, expiry_ptr, positions_ptr,
-    q_smem, dout_smem, k_smem, v_smem, own_ready, k_ready, k_free, v_ready, v_free,
-    full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-    tile, head, stride_lh, T, softmax_scale, window,
-    GROUP_INDEX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    NUM_STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
-):  # fmt: skip
-    """A group of four warps: 64 rows."""
-    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    first_row = tile * (BLOCK_M * NUM_GROUPS) + GROUP_INDEX * BLOCK_M
-    rows = first_row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, PRODUCTS))
-    row_positions = rows
-    if HAS_WINDOW:
-        row_positions = gl.load(positions_ptr + rows, mask=rows < T, other=0)
-    of_rows = head.to(gl.int64) * stride_lh + rows
-    lse2 = gl.load(lse2_ptr + of_rows, mask=rows < T, other=0.0)
-    means = gl.load(means_ptr + of_rows, mask=rows < T, other=0.0)
-    factor = softmax_scale * LOG2E
-    dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, GRADS)
-    mbarrier.wait(own_ready.index(GROUP_INDEX), 0)
-    q, dout = matrix(q_smem, GROUP_INDEX), matrix(dout_smem, GROUP_INDEX)
-    dq, count = add_keys(
-        q, dout, k_smem, v_smem, k_ready, k_free, v_ready, v_free, dq, gl.to_tensor(0),
-        partial_offsets_ptr, partial_start_ptr, partial_end_ptr, tile, rows, row_positions, lse2, means,
-        expiry_ptr, positions_ptr, T, factor, window,
-        PRODUCTS, GRADS, BLOCK_M, BLOCK_N, NUM_STAGES, True, HAS_WINDOW,
-    )  # fmt: skip
-    dq, count = add_keys(
-        q, dout, k_smem, v_smem, k_ready, k_free, v_ready, v_free, dq, count,
-        full_offsets_ptr, full_start_ptr, full_end_ptr, tile, rows, row_positions, lse2, means,
-        expiry_ptr, positions_ptr, T, factor, window,
-        PRODUCTS, GRADS, BLOCK_M, BLOCK_N, NUM_STAGES, False, HAS_WINDOW,
-    )  # fmt: skip
-    dq = dq * softmax_scale
-    matrix(q_smem, GROUP_INDEX).store(dq.to(q_smem.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(dq_desc, [first_row, head, 0], q_smem.index(GROUP_INDEX))
-    tma.store_wait(0)
-
-
-@gluon.jit
-def own_keys(
-    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, lse2_desc, means_desc,
-    dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
-    full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-    item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
-    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    NUM_STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
-):  # fmt: skip
-    BLOCK_D: gl.constexpr = k_desc.block_type.shape[2]
-    q_smem, dout_smem = allocate(q_desc, NUM_STAGES), allocate(dout_desc, NUM_STAGES)
-    k_smem, v_smem = allocate(k_desc, NUM_GROUPS), allocate(v_desc, NUM_GROUPS)
-    lse2_smem, means_smem = allocate(lse2_desc, NUM_STAGES), allocate(means_desc, NUM_STAGES)
-    own_ready, ready, free = barriers(NUM_GROUPS, 1), barriers(NUM_STAGES, 1), barriers(NUM_STAGES, NUM_GROUPS)
-    fence_async_shared()
-    gl.warp_specialize(
-        [
-            (key_gradients, (
-                dk_desc, dv_desc, dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
-                q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, own_ready, ready, free,
-                full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
-                0, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, HAS_WINDOW,
-            )),
-            (key_gradients, (
-                dk_desc, dv_desc, dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
-                q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, own_ready, ready, free,
-                full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
-                1, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, HAS_WINDOW,
-            )),
-            (copy_for_keys, (
-                q_desc, dout_desc, k_desc, v_desc, lse2_desc, means_desc,
-                q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, own_ready, ready, free,
-                full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                item, tile, kv_head, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
-
-
-@gluon.jit
-def own_rows(
-    q_desc, dout_desc, k_desc, v_desc, dq_desc, lse2_ptr, means_ptr, expiry_ptr, positions_ptr,
-    full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-    tile, head, kv_head, stride_lh, T, softmax_scale, window,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
-):  # fmt: skip
-    BLOCK_D: gl.constexpr = k_desc.block_type.shape[2]
-    q_smem, dout_smem = allocate(q_desc, NUM_GROUPS), allocate(dout_desc, NUM_GROUPS)
-    k_smem, v_smem = allocate(k_desc, NUM_STAGES), allocate(v_desc, NUM_STAGES)
-    own_ready, k_ready, v_ready = barriers(NUM_GROUPS, 1), barriers(NUM_STAGES, 1), barriers(NUM_STAGES, 1)
-    k_free, v_free = barriers(NUM_STAGES, NUM_GROUPS), barriers(NUM_STAGES, NUM_GROUPS)
-    fence_async_shared()
-    gl.warp_specialize(
-        [
-            (query_gradients, (
-                dq_desc, lse2_ptr, means_ptr, expiry_ptr, positions_ptr,
-                q_smem, dout_smem, k_smem, v_smem, own_ready, k_ready, k_free, v_ready, v_free,
-                full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                tile, head, stride_lh, T, softmax_scale, window,
-                0, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, HAS_WINDOW,
-            )),
-            (query_gradients, (
-                dq_desc, lse2_ptr, means_ptr, expiry_ptr, positions_ptr,
-                q_smem, dout_smem, k_smem, v_smem, own_ready, k_ready, k_free, v_ready, v_free,
-                full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                tile, head, stride_lh, T, softmax_scale, window,
-                1, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, HAS_WINDOW,
-            )),
-            (copy_for_rows, (
-                q_desc, dout_desc, k_desc, v_desc,
-                q_smem, dout_smem, k_smem, v_smem, own_ready, k_ready, k_free, v_ready, v_free,
-                full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                tile, head, kv_head, BLOCK_M, BLOCK_N, NUM_STAGES,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+from ratoon.attention.triton.hopper.keys import own_keys
+from ratoon.attention.triton.hopper.keys_by_role import own_keys_by_role
+from ratoon.attention.triton.hopper.rows import own_rows
 
 
 @gluon.jit
@@ -403,9 +30,10 @@ def backward_kernel(
     partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
     stride_lh, T, num_items, num_tiles, num_kv_heads, softmax_scale, window,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, ITEM_N: gl.constexpr, BLOCK_N: gl.constexpr,
-    ITEM_STAGES: gl.constexpr, NUM_STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    ITEM_STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
+    BY_ROLE: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Programs [0, items * Hkv) own NUM_GROUPS * ITEM_N keys; the others own NUM_GROUPS * BLOCK_M rows.
+    """Programs [0, items * Hkv) own ITEM_N keys a group, or in all `BY_ROLE`; the others own BLOCK_M rows a group.
 
     A visiting tile of rows has BLOCK_M rows, a visiting tile of keys BLOCK_N keys.
     """
@@ -413,14 +41,26 @@ def backward_kernel(
     num_item_programs = num_items * num_kv_heads
     if program < num_item_programs:
         item = program // num_kv_heads
-        own_keys(
-            q_desc, dout_desc, k_item_desc, v_item_desc, dk_desc, dv_desc, lse2_desc, means_desc,
-            dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
-            item_full_offsets_ptr, item_full_start_ptr, item_full_end_ptr,
-            item_partial_offsets_ptr, item_partial_start_ptr, item_partial_end_ptr,
-            item, gl.load(item_tile_ptr + item), gl.load(item_slot_ptr + item), program % num_kv_heads, num_kv_heads,
-            T, softmax_scale, window, GROUP, D, BLOCK_M, ITEM_N, ITEM_STAGES, HAS_WINDOW,
-        )  # fmt: skip
+        tile = gl.load(item_tile_ptr + item)
+        slot = gl.load(item_slot_ptr + item)
+        if BY_ROLE:
+            own_keys_by_role(
+                q_desc, dout_desc, k_item_desc, v_item_desc, dk_desc, dv_desc, lse2_desc, means_desc,
+                dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
+                item_full_offsets_ptr, item_full_start_ptr, item_full_end_ptr,
+                item_partial_offsets_ptr, item_partial_start_ptr, item_partial_end_ptr,
+                item, tile, slot, program % num_kv_heads, num_kv_heads, T, softmax_scale, window,
+                GROUP, D, BLOCK_M, ITEM_N, ITEM_STAGES, HAS_WINDOW,
+            )  # fmt: skip
+        else:
+            own_keys(
+                q_desc, dout_desc, k_item_desc, v_item_desc, dk_desc, dv_desc, lse2_desc, means_desc,
+                dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
+                item_full_offsets_ptr, item_full_start_ptr, item_full_end_ptr,
+                item_partial_offsets_ptr, item_partial_start_ptr, item_partial_end_ptr,
+                item, tile, slot, program % num_kv_heads, num_kv_heads, T, softmax_scale, window,
+                GROUP, D, BLOCK_M, ITEM_N, ITEM_STAGES, HAS_WINDOW,
+            )  # fmt: skip
     else:
         rank = program - num_item_programs
         head = rank // num_tiles
@@ -428,5 +68,5 @@ def backward_kernel(
             q_desc, dout_desc, k_row_desc, v_row_desc, dq_desc, lse2_ptr, means_ptr, expiry_ptr, positions_ptr,
             full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
             gl.load(tile_ptr + rank % num_tiles), head, head // GROUP, stride_lh, T, softmax_scale, window,
-            BLOCK_M, BLOCK_N, NUM_STAGES, HAS_WINDOW,
+            BLOCK_M, BLOCK_N, KEY_STAGES, VALUE_STAGES, HAS_WINDOW,
         )  # fmt: skip

@@ -22,20 +22,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, matrix, may_read, stay_before
+from ratoon.attention.triton.hopper.warps import (
+    NUM_GROUPS,
+    allocate,
+    barriers,
+    copy_tile,
+    matrix,
+    may_read,
+    stay_before,
+)
 from ratoon.attention.triton.scores import LN2, LOG2E
-
-
-@gluon.jit
-def copy_keys(
-    desc, smem, ready, free, key_tile, kv_head, count, NUM_STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """Waits until both groups have left the stage, then fills it."""
-    stage = count % NUM_STAGES
-    phase = (count // NUM_STAGES) & 1
-    mbarrier.wait(free.index(stage), phase ^ 1)
-    mbarrier.expect(ready.index(stage), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [key_tile * BLOCK_N, kv_head, 0], ready.index(stage), smem.index(stage))
 
 
 @gluon.jit
@@ -53,13 +49,13 @@ def copy_tiles(
     count = 0
     for interval in range(gl.load(partial_offsets_ptr + tile), gl.load(partial_offsets_ptr + tile + 1)):
         for key_tile in range(gl.load(partial_start_ptr + interval), gl.load(partial_end_ptr + interval)):
-            copy_keys(k_desc, k_smem, k_ready, k_free, key_tile, kv_head, count, NUM_STAGES, BLOCK_N)
-            copy_keys(v_desc, v_smem, v_ready, v_free, key_tile, kv_head, count, NUM_STAGES, BLOCK_N)
+            copy_tile(k_desc, k_smem, k_ready, k_free, key_tile * BLOCK_N, kv_head, count, NUM_STAGES)
+            copy_tile(v_desc, v_smem, v_ready, v_free, key_tile * BLOCK_N, kv_head, count, NUM_STAGES)
             count += 1
     for interval in range(gl.load(full_offsets_ptr + tile), gl.load(full_offsets_ptr + tile + 1)):
         for key_tile in range(gl.load(full_start_ptr + interval), gl.load(full_end_ptr + interval)):
-            copy_keys(k_desc, k_smem, k_ready, k_free, key_tile, kv_head, count, NUM_STAGES, BLOCK_N)
-            copy_keys(v_desc, v_smem, v_ready, v_free, key_tile, kv_head, count, NUM_STAGES, BLOCK_N)
+            copy_tile(k_desc, k_smem, k_ready, k_free, key_tile * BLOCK_N, kv_head, count, NUM_STAGES)
+            copy_tile(v_desc, v_smem, v_ready, v_free, key_tile * BLOCK_N, kv_head, count, NUM_STAGES)
             count += 1
 
 

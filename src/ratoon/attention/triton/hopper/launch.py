@@ -60,8 +60,8 @@ def backward(
         items.tile_I, items.slot_I, *items.full, *items.partial, rows.tile_R, *rows.full, *rows.partial,
         lse2_HT.stride(0), T, num_items, num_tiles, Hkv, scoring.softmax_scale, plan.window,
         GROUP=Hq // Hkv, D=D, BLOCK_M=blocks.item_rows, ITEM_N=GROUP_ROWS, BLOCK_N=blocks.keys,
-        ITEM_STAGES=blocks.item_stages, NUM_STAGES=blocks.stages,
-        HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
+        ITEM_STAGES=blocks.item_stages, KEY_STAGES=blocks.key_stages, VALUE_STAGES=blocks.value_stages,
+        BY_ROLE=blocks.items_by_role, HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 

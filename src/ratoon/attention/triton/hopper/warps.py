@@ -8,7 +8,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 NUM_GROUPS = gl.constexpr(2)
 """Groups of four warps that compute; one more warp copies."""
@@ -56,3 +56,12 @@ def stay_before(values):
         "{ .reg .b32 mask; shr.s32 mask, $1, 31; not.b32 mask, mask; bar.warp.sync mask; mov.b32 $0, $1; }",
         "=r,r", [values], dtype=gl.float32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def copy_tile(desc, smem, ready, free, first_row, head, count, NUM_STAGES: gl.constexpr):
+    """The count-th tile: waits until the groups have left its stage, then fills it."""
+    stage = count % NUM_STAGES
+    mbarrier.wait(free.index(stage), ((count // NUM_STAGES) & 1) ^ 1)
+    mbarrier.expect(ready.index(stage), desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [first_row, head, 0], ready.index(stage), smem.index(stage))
