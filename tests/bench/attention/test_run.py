@@ -138,13 +138,13 @@ def test_a_killed_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest
 
 def test_what_cannot_run_is_listed_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     results = tmp_path / "attention.jsonl"
-    arguments = ["bench", "attention", "--cases", "tiny-window,tiny-group", "--impls", "flash-cpu,triton"]
+    arguments = ["bench", "attention", "--cases", "tiny-window,tiny-group", "--impls", "flash-cpu,flex-triton"]
     assert main([*arguments, "--peers", "fa4,cudnn", *FAST, "--results", str(results)]) == 0
     assert [(row["case_name"], row["impl"]) for row in read_rows(results)] == [("tiny-group", "flash-cpu")]
     ending = capsys.readouterr().out.partition("\n\n")[2]
     assert "not run: flash-cpu (tiny-window): impl='flash-cpu' cannot run this attention" in ending
     assert "not run: fa4 (peer) (tiny-window, tiny-group): needs a CUDA device" in ending
-    assert "not run: triton (tiny-window): impl='triton' cannot run this attention: triton has no device cpu" in ending
+    assert "not run: flex-triton (tiny-window): impl='flex-triton' cannot run this attention" in ending
 
 
 def raising(error: Exception) -> Callable:
