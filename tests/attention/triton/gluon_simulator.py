@@ -20,7 +20,11 @@ import torch
 from torch import Tensor
 
 WAIT_LIMIT_S = 20.0
-_MODULES = ("warps", "forward", "keys", "keys_by_role", "rows", "backward", "launch")
+WAITS = 100
+"""Looks, while waiting, at whether another group has failed."""
+_MODULES = (
+    "warps", "forward", "forward_wide", "keys", "keys_by_role", "rows", "backward", "backward_wide", "launch",
+)  # fmt: skip
 _local = threading.local()
 
 
@@ -147,10 +151,12 @@ class Barrier:
 
     def wait(self, parity: int) -> None:
         with self.changed:
-            if not self.changed.wait_for(lambda: self.phase != parity or _local.failed(), WAIT_LIMIT_S):
-                raise SimulationError("a group waits in vain")
-        if _local.failed():
-            raise SimulationError("another group failed")
+            for _ in range(WAITS):
+                if self.changed.wait_for(lambda: self.phase != parity, WAIT_LIMIT_S / WAITS):
+                    return
+                if _local.failed():
+                    raise SimulationError("another group failed")
+        raise SimulationError("a group waits in vain")
 
 
 @dataclass
@@ -175,12 +181,14 @@ class Product:
 
 def _mma(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
     assert is_async, "our kernels wait themselves"
-    assert isinstance(acc, Tensor) or not use_acc, "an accumulator in flight"
 
     def compute() -> Tensor:
         left = a.data if isinstance(a, Shared) else a
         product = left.float() @ b.data.float()
-        return _sim(product + acc if use_acc else product)
+        if not use_acc:
+            return _sim(product)
+        # A product may be added to while it is in flight: the tensor cores work in order.
+        return _sim(product + (acc.finish() if isinstance(acc, Product) else acc))
 
     product = Product(compute)
     _local.in_flight.append(product)
@@ -289,7 +297,7 @@ def _language() -> ModuleType:
     gl.convert_layout = lambda x, layout: x
     gl.inline_asm_elementwise = lambda asm, constraints, args, **_: args[0]
     gl.warp_specialize = _warp_specialize
-    gl.NVMMADistributedLayout = gl.SliceLayout = gl.DotOperandLayout = lambda *args, **_: None
+    gl.NVMMADistributedLayout = gl.SliceLayout = gl.DotOperandLayout = gl.SwizzledSharedLayout = lambda *args, **_: None
     gl.NVMMASharedLayout = type("NVMMASharedLayout", (), {
         "__init__": lambda self, *args, **_: None,
         "get_default_for": staticmethod(lambda *args: None),

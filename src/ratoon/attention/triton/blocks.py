@@ -47,6 +47,9 @@ class HopperBlocks:
     items_by_role: bool = False
     """The two groups of an item share its keys, and split dK and dV: for heads whose gradients fill the registers."""
 
+    is_wide: bool = False
+    """Both passes split the head dim between the groups: `forward_wide.py`, `backward_wide.py`."""
+
 
 _SMALLEST = Blocks(16, 16, 4, 1, True, 16, 16, 16, 16, 4, 1)
 
@@ -71,6 +74,7 @@ HOPPER_BLOCKS = {
     64: HopperBlocks(128, 128, 2, 64, 128, 2, 128, 128, 2, 2),
     128: HopperBlocks(128, 128, 2, 64, 128, 2, 128, 128, 2, 2),
     256: HopperBlocks(128, 64, 2, 64, 64, 2, 128, 64, 2, 1, items_by_role=True),
+    512: HopperBlocks(64, 64, 1, 64, 64, 1, 64, 32, 1, 1, is_wide=True),
 }
 """By head dim of queries, keys and values alike."""
 

@@ -14,7 +14,9 @@ from ratoon.attention.plan import AttentionPlan
 from ratoon.attention.triton.blocks import HopperBlocks
 from ratoon.attention.triton.descriptors import aligned
 from ratoon.attention.triton.hopper.backward import backward_kernel
+from ratoon.attention.triton.hopper.backward_wide import backward_wide_kernel
 from ratoon.attention.triton.hopper.forward import forward_kernel
+from ratoon.attention.triton.hopper.forward_wide import forward_wide_kernel
 from ratoon.attention.triton.schedule import KeySchedule, RowSchedule
 
 NUM_WARPS = 4
@@ -29,8 +31,19 @@ def forward(
     plan: AttentionPlan, scoring: Scoring, schedule: RowSchedule, blocks: HopperBlocks,
 ) -> None:  # fmt: skip
     """Writes out and lse; the schedule has the blocks' tiles."""
-    T, Hq, _ = q_THD.shape
+    T, Hq, D = q_THD.shape
     num_tiles = schedule.tile_R.shape[0]
+    if blocks.is_wide:
+        forward_wide_kernel[(num_tiles * Hq,)](
+            _tiles(q_THD, blocks.forward_rows), _tiles(k_THD, blocks.forward_keys),
+            _tiles(v_THD, blocks.forward_keys, D // 2), _tiles(out_THD, blocks.forward_rows, D // 2),
+            sinks_H, lse_HT, plan.expiry_T, plan.positions_T,
+            schedule.tile_R, *schedule.full, *schedule.partial,
+            lse_HT.stride(0), T, num_tiles, scoring.softmax_scale, plan.window,
+            GROUP=Hq // k_THD.shape[1], BLOCK_M=blocks.forward_rows, BLOCK_N=blocks.forward_keys,
+            HAS_SINKS=sinks_H is not None, HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
+        )  # fmt: skip
+        return
     forward_kernel[(num_tiles * Hq,)](
         _tiles(q_THD, GROUP_ROWS), _tiles(k_THD, blocks.forward_keys), _tiles(v_THD, blocks.forward_keys),
         _tiles(out_THD, GROUP_ROWS), sinks_H, lse_HT, plan.expiry_T, plan.positions_T,
@@ -51,6 +64,19 @@ def backward(
     Hkv = k_THD.shape[1]
     dq_THD, dk_THD, dv_THD = gradients
     num_items, num_tiles = items.tile_I.shape[0], rows.tile_R.shape[0]
+    if blocks.is_wide:
+        backward_wide_kernel[(2 * num_items * Hkv + num_tiles * Hq,)](
+            *(_tiles(x, GROUP_ROWS, D // 2) for x in (q_THD, dout_THD, k_THD, v_THD)),
+            *(_tiles(x, blocks.item_rows, D // 2) for x in (q_THD, dout_THD)),
+            *(_tiles(x, blocks.keys, D // 2) for x in (q_THD, dout_THD, k_THD, v_THD)),
+            *(_tiles(x, GROUP_ROWS, D // 2) for x in gradients),
+            lse2_HT, means_HT, *parts, plan.expiry_T, plan.positions_T,
+            items.tile_I, items.slot_I, *items.full, *items.partial, rows.tile_R, *rows.full, *rows.partial,
+            lse2_HT.stride(0), T, num_items, num_tiles, Hkv, scoring.softmax_scale, plan.window,
+            GROUP=Hq // Hkv, ITEM_TILE=blocks.item_rows, ROW_TILE=blocks.keys,
+            HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
+        )  # fmt: skip
+        return
     backward_kernel[(num_items * Hkv + num_tiles * Hq,)](
         *(_tiles(x, blocks.item_rows) for x in (q_THD, dout_THD)),
         *(_tiles(x, GROUP_ROWS) for x in (k_THD, v_THD, dk_THD, dv_THD)),
@@ -65,10 +91,10 @@ def backward(
     )  # fmt: skip
 
 
-def _tiles(tensor_THD: Tensor, num_rows: int) -> TensorDescriptor:
-    """Tiles of `num_rows` rows of one head; what lies outside the tensor reads as zeros."""
+def _tiles(tensor_THD: Tensor, num_rows: int, num_columns: int | None = None) -> TensorDescriptor:
+    """Tiles of `num_rows` rows of one head, whole or some columns; what lies outside the tensor reads as zeros."""
     aligned_THD = aligned(tensor_THD)
-    block = [num_rows, 1, tensor_THD.shape[2]]
+    block = [num_rows, 1, num_columns or tensor_THD.shape[2]]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
     return TensorDescriptor(aligned_THD, list(tensor_THD.shape), list(aligned_THD.stride()), block, layout)
 
