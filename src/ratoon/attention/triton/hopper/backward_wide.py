@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, matrix, may_read
+from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, matrix, matrix_in_loop, may_read
 from ratoon.attention.triton.scores import LOG2E
 
 
@@ -38,22 +38,20 @@ def copy_columns(desc, smem, bar, first_row, head):
 
 
 @gluon.jit
-def half(smem, index, count):
-    """Half a tile's columns. The count (never negative) keeps its address inside the loop: out of it, the addresses
-
-    of all the products' operands would wait in registers, which hold the gradient.
-    """
-    return matrix(smem, index + (count >> 31))
-
-
-@gluon.jit
 def multiply_heads(own_smem, visitor_smem, none, count):
     """[O, V] products of whole heads, in flight."""
     products = warpgroup_mma(
-        half(own_smem, 0, count), half(visitor_smem, 0, count).permute([1, 0]), none, use_acc=False, is_async=True
+        matrix_in_loop(own_smem, 0, count),
+        matrix_in_loop(visitor_smem, 0, count).permute([1, 0]),
+        none,
+        use_acc=False,
+        is_async=True,
     )
     return warpgroup_mma(
-        half(own_smem, 1, count), half(visitor_smem, 1, count).permute([1, 0]), products, is_async=True
+        matrix_in_loop(own_smem, 1, count),
+        matrix_in_loop(visitor_smem, 1, count).permute([1, 0]),
+        products,
+        is_async=True,
     )
 
 
@@ -214,12 +212,12 @@ def weigh_list(
                 if OF_VALUES:
                     mbarrier.wait(value_ready.index(0), count & 1)
                     weights = gl.convert_layout(probs.to(value_smem.dtype), gl.DotOperandLayout(0, GRADS, 2))
-                    grad = warpgroup_mma(weights, half(value_smem, 0, count), grad, is_async=True)
+                    grad = warpgroup_mma(weights, matrix_in_loop(value_smem, 0, count), grad, is_async=True)
                     grad, _ = warpgroup_mma_wait(0, deps=[grad, weights])
                     mbarrier.arrive(value_free.index(0))
                 else:
                     mbarrier.wait(dscores_ready.index(0), count & 1)
-                    grad = warpgroup_mma(dscores_smem, half(score_smem, 0, count), grad, is_async=True)
+                    grad = warpgroup_mma(dscores_smem, matrix_in_loop(score_smem, 0, count), grad, is_async=True)
                     grad = warpgroup_mma_wait(0, deps=[grad])
                     mbarrier.arrive(dscores_free.index(0))
                     mbarrier.arrive(score_free.index(0))
@@ -249,7 +247,7 @@ def take_over_list(
                 mbarrier.wait(value_ready.index(0), count & 1)
                 if OF_VALUES:
                     mbarrier.wait(probs_ready.index(0), count & 1)
-                    grad = warpgroup_mma(probs_smem, half(value_smem, 1, count), grad, is_async=True)
+                    grad = warpgroup_mma(probs_smem, matrix_in_loop(value_smem, 1, count), grad, is_async=True)
                     grad = warpgroup_mma_wait(0, deps=[grad])
                     mbarrier.arrive(probs_free.index(0))
                     mbarrier.arrive(value_free.index(0))
@@ -272,7 +270,7 @@ def take_over_list(
                     fence_async_shared()
                     mbarrier.arrive(dscores_ready.index(0))
                     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, GRADS, 2))
-                    grad = warpgroup_mma(weights, half(score_smem, 1, count), grad, is_async=True)
+                    grad = warpgroup_mma(weights, matrix_in_loop(score_smem, 1, count), grad, is_async=True)
                     grad, _ = warpgroup_mma_wait(0, deps=[grad, weights])
                     mbarrier.arrive(score_free.index(0))
                 count += 1

@@ -28,6 +28,7 @@ from ratoon.attention.triton.hopper.warps import (
     barriers,
     copy_tile,
     matrix,
+    matrix_in_loop,
     may_read,
     stay_before,
 )
@@ -93,7 +94,7 @@ def weigh(products, highest, total, factor, IS_PARTIAL: gl.constexpr):
 
 @gluon.jit
 def attend_tile(
-    q, k_smem, v_smem, k_ready, k_free, v_ready, v_free, count, probs, out, highest, total,
+    q_smem, own, k_smem, v_smem, k_ready, k_free, v_ready, v_free, count, probs, out, highest, total,
     key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, factor, window,
     SCORES: gl.constexpr, OUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
     IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
@@ -103,7 +104,7 @@ def attend_tile(
     mbarrier.wait(k_ready.index(stage), (count // NUM_STAGES) & 1)
     k = matrix(k_smem, stage)
     none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
-    products = warpgroup_mma(q, k.permute([1, 0]), none, use_acc=False, is_async=True)
+    products = warpgroup_mma(matrix_in_loop(q_smem, own, count), k.permute([1, 0]), none, use_acc=False, is_async=True)
     last_stage = (count - 1) % NUM_STAGES
     mbarrier.wait(v_ready.index(last_stage), ((count - 1) // NUM_STAGES) & 1)
     v = matrix(v_smem, last_stage)
@@ -173,7 +174,8 @@ def attend_rows(
         start = gl.where(interval == first_interval, start + 1, start)
         for key_tile in range(start, gl.load(partial_end_ptr + interval)):
             probs, out, highest, total = attend_tile(
-                q, k_smem, v_smem, k_ready, k_free, v_ready, v_free, count, probs, out, highest, total,
+                q_smem, GROUP_INDEX, k_smem, v_smem, k_ready, k_free, v_ready, v_free,
+                count, probs, out, highest, total,
                 key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, factor, window,
                 SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, True, HAS_WINDOW,
             )  # fmt: skip
@@ -181,7 +183,8 @@ def attend_rows(
     for interval in range(gl.load(full_offsets_ptr + tile), gl.load(full_offsets_ptr + tile + 1)):
         for key_tile in range(gl.load(full_start_ptr + interval), gl.load(full_end_ptr + interval)):
             probs, out, highest, total = attend_tile(
-                q, k_smem, v_smem, k_ready, k_free, v_ready, v_free, count, probs, out, highest, total,
+                q_smem, GROUP_INDEX, k_smem, v_smem, k_ready, k_free, v_ready, v_free,
+                count, probs, out, highest, total,
                 key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, factor, window,
                 SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, False, HAS_WINDOW,
             )  # fmt: skip

@@ -22,7 +22,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ratoon.attention.triton.hopper.forward import mask_products, weigh
-from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, copy_tile, matrix, stay_before
+from ratoon.attention.triton.hopper.warps import (
+    NUM_GROUPS,
+    allocate,
+    barriers,
+    copy_tile,
+    matrix,
+    matrix_in_loop,
+    stay_before,
+)
 from ratoon.attention.triton.scores import LN2, LOG2E
 
 
@@ -77,7 +85,7 @@ def hand_over(
 
 @gluon.jit
 def attend_tile(
-    q, k_smem, v_smem, probs_smem, shrink_smem, k_ready, k_free, v_ready, v_free, probs_ready, probs_free,
+    q_smem, k_smem, v_smem, probs_smem, shrink_smem, k_ready, k_free, v_ready, v_free, probs_ready, probs_free,
     count, probs, out, highest, total,
     key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, factor, window,
     SCORES: gl.constexpr, OUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -85,11 +93,13 @@ def attend_tile(
 ):  # fmt: skip
     """Queues this tile's q.k, then the last tile's probs.v behind it; weighs the former while the latter runs."""
     mbarrier.wait(k_ready.index(0), count & 1)
-    k = matrix(k_smem, 0)
     none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
-    products = warpgroup_mma(q, k.permute([1, 0]), none, use_acc=False, is_async=True)
+    products = warpgroup_mma(
+        matrix_in_loop(q_smem, 0, count), matrix_in_loop(k_smem, 0, count).permute([1, 0]), none,
+        use_acc=False, is_async=True,
+    )  # fmt: skip
     mbarrier.wait(v_ready.index(0), (count - 1) & 1)
-    out = warpgroup_mma(probs, matrix(v_smem, 0), out, is_async=True)
+    out = warpgroup_mma(probs, matrix_in_loop(v_smem, 0, count), out, is_async=True)
     products = warpgroup_mma_wait(1, deps=[products])
     mbarrier.arrive(k_free.index(0))
     if IS_PARTIAL:
@@ -163,8 +173,8 @@ def weigh_and_attend(
         start = gl.where(interval == first_interval, start + 1, start)
         for key_tile in range(start, gl.load(partial_end_ptr + interval)):
             probs, out, highest, total = attend_tile(
-                q, k_smem, v_smem, probs_smem, shrink_smem, k_ready, k_free, v_ready, v_free, probs_ready, probs_free,
-                count, probs, out, highest, total,
+                q_smem, k_smem, v_smem, probs_smem, shrink_smem,
+                k_ready, k_free, v_ready, v_free, probs_ready, probs_free, count, probs, out, highest, total,
                 key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, factor, window,
                 SCORES, OUT, BLOCK_M, BLOCK_N, True, HAS_WINDOW,
             )  # fmt: skip
@@ -172,8 +182,8 @@ def weigh_and_attend(
     for interval in range(gl.load(full_offsets_ptr + tile), gl.load(full_offsets_ptr + tile + 1)):
         for key_tile in range(gl.load(full_start_ptr + interval), gl.load(full_end_ptr + interval)):
             probs, out, highest, total = attend_tile(
-                q, k_smem, v_smem, probs_smem, shrink_smem, k_ready, k_free, v_ready, v_free, probs_ready, probs_free,
-                count, probs, out, highest, total,
+                q_smem, k_smem, v_smem, probs_smem, shrink_smem,
+                k_ready, k_free, v_ready, v_free, probs_ready, probs_free, count, probs, out, highest, total,
                 key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, factor, window,
                 SCORES, OUT, BLOCK_M, BLOCK_N, False, HAS_WINDOW,
             )  # fmt: skip
@@ -220,7 +230,7 @@ def attend_half(
         mbarrier.wait(probs_ready.index(0), count & 1)
         out = out * shrink_smem.load(gl.SliceLayout(1, OUT))[:, None]
         mbarrier.wait(v_ready.index(0), count & 1)
-        out = warpgroup_mma(probs_smem, matrix(v_smem, 1), out, is_async=True)
+        out = warpgroup_mma(probs_smem, matrix_in_loop(v_smem, 1, count), out, is_async=True)
         out = warpgroup_mma_wait(0, deps=[out])
         mbarrier.arrive(probs_free.index(0))
         mbarrier.arrive(v_free.index(0))

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, matrix, may_read
+from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, matrix, matrix_in_loop, may_read
 from ratoon.attention.triton.scores import LOG2E
 
 
@@ -74,7 +74,7 @@ def copy_for_keys(
 
 @gluon.jit
 def add_rows(
-    k, v, q_smem, dout_smem, lse2_smem, means_smem, ready, free, dk, dv, count,
+    k_smem, v_smem, own, q_smem, dout_smem, lse2_smem, means_smem, ready, free, dk, dv, count,
     offsets_ptr, start_ptr, end_ptr, item, keys, lifetime, key_positions, positions_ptr, T, factor, window,
     PRODUCTS: gl.constexpr, GRADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     NUM_STAGES: gl.constexpr, IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
@@ -88,8 +88,12 @@ def add_rows(
             mbarrier.wait(ready.index(stage), (count // NUM_STAGES) & 1)
             q, dout = matrix(q_smem, stage), matrix(dout_smem, stage)
             none = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, PRODUCTS)
-            products = warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
-            dprobs = warpgroup_mma(v, dout.permute([1, 0]), none, use_acc=False, is_async=True)
+            products = warpgroup_mma(
+                matrix_in_loop(k_smem, own, count), q.permute([1, 0]), none, use_acc=False, is_async=True
+            )
+            dprobs = warpgroup_mma(
+                matrix_in_loop(v_smem, own, count), dout.permute([1, 0]), none, use_acc=False, is_async=True
+            )
             lse2 = lse2_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, PRODUCTS))
             products = warpgroup_mma_wait(1, deps=[products])
             probs = gl.exp2(products * factor - lse2[None, :])
@@ -140,15 +144,14 @@ def key_gradients(
     dk = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, GRADS)
     dv = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, GRADS)
     mbarrier.wait(own_ready.index(GROUP_INDEX), 0)
-    k, v = matrix(k_smem, GROUP_INDEX), matrix(v_smem, GROUP_INDEX)
     dk, dv, count = add_rows(
-        k, v, q_smem, dout_smem, lse2_smem, means_smem, ready, free, dk, dv, gl.to_tensor(0),
+        k_smem, v_smem, GROUP_INDEX, q_smem, dout_smem, lse2_smem, means_smem, ready, free, dk, dv, gl.to_tensor(0),
         partial_offsets_ptr, partial_start_ptr, partial_end_ptr, item, keys, lifetime, key_positions,
         positions_ptr, T, factor, window,
         PRODUCTS, GRADS, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES, True, HAS_WINDOW,
     )  # fmt: skip
     dk, dv, count = add_rows(
-        k, v, q_smem, dout_smem, lse2_smem, means_smem, ready, free, dk, dv, count,
+        k_smem, v_smem, GROUP_INDEX, q_smem, dout_smem, lse2_smem, means_smem, ready, free, dk, dv, count,
         full_offsets_ptr, full_start_ptr, full_end_ptr, item, keys, lifetime, key_positions,
         positions_ptr, T, factor, window,
         PRODUCTS, GRADS, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES, False, HAS_WINDOW,

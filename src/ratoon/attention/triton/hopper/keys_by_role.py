@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ratoon.attention.triton.hopper.keys import copy_visiting_rows
-from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, matrix, may_read
+from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, matrix, matrix_in_loop, may_read
 from ratoon.attention.triton.scores import LOG2E
 
 
@@ -51,7 +51,7 @@ def copy_for_shared_keys(
 
 @gluon.jit
 def add_values(
-    k, q_smem, dout_smem, lse2_smem, probs_smem, ready, free, probs_ready, probs_free, dv, count,
+    k_smem, q_smem, dout_smem, lse2_smem, probs_smem, ready, free, probs_ready, probs_free, dv, count,
     offsets_ptr, start_ptr, end_ptr, item, keys, lifetime, key_positions, positions_ptr, T, factor, window,
     PRODUCTS: gl.constexpr, GRADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     NUM_STAGES: gl.constexpr, IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
@@ -65,7 +65,9 @@ def add_values(
             mbarrier.wait(ready.index(stage), (count // NUM_STAGES) & 1)
             q, dout = matrix(q_smem, stage), matrix(dout_smem, stage)
             none = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, PRODUCTS)
-            products = warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
+            products = warpgroup_mma(
+                matrix_in_loop(k_smem, 0, count), q.permute([1, 0]), none, use_acc=False, is_async=True
+            )
             lse2 = lse2_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, PRODUCTS))
             products = warpgroup_mma_wait(0, deps=[products])
             probs = gl.exp2(products * factor - lse2[None, :])
@@ -92,7 +94,7 @@ def add_values(
 
 @gluon.jit
 def add_keys(
-    v, q_smem, dout_smem, means_smem, probs_smem, ready, free, probs_ready, probs_free, dk, count,
+    v_smem, q_smem, dout_smem, means_smem, probs_smem, ready, free, probs_ready, probs_free, dk, count,
     offsets_ptr, start_ptr, end_ptr, item,
     PRODUCTS: gl.constexpr, GRADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     NUM_STAGES: gl.constexpr,
@@ -105,7 +107,9 @@ def add_keys(
             mbarrier.wait(ready.index(stage), (count // NUM_STAGES) & 1)
             q, dout = matrix(q_smem, stage), matrix(dout_smem, stage)
             none = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, PRODUCTS)
-            dprobs = warpgroup_mma(v, dout.permute([1, 0]), none, use_acc=False, is_async=True)
+            dprobs = warpgroup_mma(
+                matrix_in_loop(v_smem, 0, count), dout.permute([1, 0]), none, use_acc=False, is_async=True
+            )
             means = means_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, PRODUCTS))
             mbarrier.wait(probs_ready.index(0), count & 1)
             probs = probs_smem.load(PRODUCTS)
@@ -157,15 +161,14 @@ def value_gradients(
     factor = softmax_scale * LOG2E
     dv = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, GRADS)
     mbarrier.wait(own_ready.index(0), 0)
-    k = matrix(k_smem, 0)
     dv, count = add_values(
-        k, q_smem, dout_smem, lse2_smem, probs_smem, ready, free, probs_ready, probs_free, dv, gl.to_tensor(0),
+        k_smem, q_smem, dout_smem, lse2_smem, probs_smem, ready, free, probs_ready, probs_free, dv, gl.to_tensor(0),
         partial_offsets_ptr, partial_start_ptr, partial_end_ptr, item, keys, lifetime, key_positions,
         positions_ptr, T, factor, window,
         PRODUCTS, GRADS, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES, True, HAS_WINDOW,
     )  # fmt: skip
     dv, count = add_values(
-        k, q_smem, dout_smem, lse2_smem, probs_smem, ready, free, probs_ready, probs_free, dv, count,
+        k_smem, q_smem, dout_smem, lse2_smem, probs_smem, ready, free, probs_ready, probs_free, dv, count,
         full_offsets_ptr, full_start_ptr, full_end_ptr, item, keys, lifetime, key_positions,
         positions_ptr, T, factor, window,
         PRODUCTS, GRADS, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES, False, HAS_WINDOW,
@@ -188,14 +191,13 @@ def key_gradients(
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     dk = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, GRADS)
     mbarrier.wait(own_ready.index(1), 0)
-    v = matrix(v_smem, 0)
     dk, count = add_keys(
-        v, q_smem, dout_smem, means_smem, probs_smem, ready, free, probs_ready, probs_free, dk, gl.to_tensor(0),
+        v_smem, q_smem, dout_smem, means_smem, probs_smem, ready, free, probs_ready, probs_free, dk, gl.to_tensor(0),
         partial_offsets_ptr, partial_start_ptr, partial_end_ptr, item,
         PRODUCTS, GRADS, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES,
     )  # fmt: skip
     dk, count = add_keys(
-        v, q_smem, dout_smem, means_smem, probs_smem, ready, free, probs_ready, probs_free, dk, count,
+        v_smem, q_smem, dout_smem, means_smem, probs_smem, ready, free, probs_ready, probs_free, dk, count,
         full_offsets_ptr, full_start_ptr, full_end_ptr, item,
         PRODUCTS, GRADS, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES,
     )  # fmt: skip

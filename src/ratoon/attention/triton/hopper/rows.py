@@ -16,7 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, copy_tile, matrix, may_read
+from ratoon.attention.triton.hopper.warps import (
+    NUM_GROUPS,
+    allocate,
+    barriers,
+    copy_tile,
+    matrix,
+    matrix_in_loop,
+    may_read,
+)
 from ratoon.attention.triton.scores import LOG2E
 
 
@@ -59,7 +67,7 @@ def copy_visiting_keys(
 
 @gluon.jit
 def add_keys(
-    q, dout, k_smem, v_smem, k_ready, k_free, v_ready, v_free, dq, count,
+    q_smem, dout_smem, own, k_smem, v_smem, k_ready, k_free, v_ready, v_free, dq, count,
     offsets_ptr, start_ptr, end_ptr, tile, rows, row_positions, lse2, means,
     expiry_ptr, positions_ptr, T, factor, window,
     PRODUCTS: gl.constexpr, GRADS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -72,10 +80,14 @@ def add_keys(
             none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, PRODUCTS)
             mbarrier.wait(k_ready.index(k_stage), (count // KEY_STAGES) & 1)
             k = matrix(k_smem, k_stage)
-            products = warpgroup_mma(q, k.permute([1, 0]), none, use_acc=False, is_async=True)
+            products = warpgroup_mma(
+                matrix_in_loop(q_smem, own, count), k.permute([1, 0]), none, use_acc=False, is_async=True
+            )
             mbarrier.wait(v_ready.index(v_stage), (count // VALUE_STAGES) & 1)
             v = matrix(v_smem, v_stage)
-            dprobs = warpgroup_mma(dout, v.permute([1, 0]), none, use_acc=False, is_async=True)
+            dprobs = warpgroup_mma(
+                matrix_in_loop(dout_smem, own, count), v.permute([1, 0]), none, use_acc=False, is_async=True
+            )
             products = warpgroup_mma_wait(1, deps=[products])
             probs = gl.exp2(products * factor - lse2[:, None])
             if IS_PARTIAL:
@@ -123,15 +135,14 @@ def query_gradients(
     factor = softmax_scale * LOG2E
     dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, GRADS)
     mbarrier.wait(own_ready.index(GROUP_INDEX), 0)
-    q, dout = matrix(q_smem, GROUP_INDEX), matrix(dout_smem, GROUP_INDEX)
     dq, count = add_keys(
-        q, dout, k_smem, v_smem, k_ready, k_free, v_ready, v_free, dq, gl.to_tensor(0),
+        q_smem, dout_smem, GROUP_INDEX, k_smem, v_smem, k_ready, k_free, v_ready, v_free, dq, gl.to_tensor(0),
         partial_offsets_ptr, partial_start_ptr, partial_end_ptr, tile, rows, row_positions, lse2, means,
         expiry_ptr, positions_ptr, T, factor, window,
         PRODUCTS, GRADS, BLOCK_M, BLOCK_N, KEY_STAGES, VALUE_STAGES, True, HAS_WINDOW,
     )  # fmt: skip
     dq, count = add_keys(
-        q, dout, k_smem, v_smem, k_ready, k_free, v_ready, v_free, dq, count,
+        q_smem, dout_smem, GROUP_INDEX, k_smem, v_smem, k_ready, k_free, v_ready, v_free, dq, count,
         full_offsets_ptr, full_start_ptr, full_end_ptr, tile, rows, row_positions, lse2, means,
         expiry_ptr, positions_ptr, T, factor, window,
         PRODUCTS, GRADS, BLOCK_M, BLOCK_N, KEY_STAGES, VALUE_STAGES, False, HAS_WINDOW,

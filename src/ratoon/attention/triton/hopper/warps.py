@@ -27,6 +27,16 @@ def matrix(smem, index):
 
 
 @gluon.jit
+def matrix_in_loop(smem, index, count):
+    """`matrix`, with its address worked out inside a loop over `count`, which is never negative.
+
+    Outside the loop, where the compiler would have it, the addresses of all products' operands wait in registers,
+    which hold sums.
+    """
+    return matrix(smem, index + (count >> 31))
+
+
+@gluon.jit
 def barriers(NUM_BARRIERS: gl.constexpr, count: gl.constexpr):
     """Barriers that complete a phase with `count` arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
