@@ -15,7 +15,7 @@ from ratoon.loop.inputs import check_attention, load_model, resolve_device
 from ratoon.models import build_fresh, check_vocabulary, load_tokenizer, preview_model
 from ratoon.rewards import RewardPool
 from ratoon.rollout import RolloutEngine, build_engine
-from ratoon.types.errors import UserError
+from ratoon.types.errors import UserError, first_cause
 from ratoon.types.rollouts import Prompt, RolloutGroup
 
 
@@ -107,13 +107,11 @@ async def _answer(
 
 
 def _unwrapped(run: Callable[[], Answers]) -> Answers:
-    """Concurrent tasks fail as a group, of which the first error is the cause."""
+    """Raises the first error of tasks that fail as a group."""
     try:
         return run()
     except BaseExceptionGroup as group:
-        cause: BaseException = group
-        while isinstance(cause, BaseExceptionGroup):
-            cause = cause.exceptions[0]
+        cause = first_cause(group)
         if isinstance(cause, UserError):
             raise cause from None
         raise cause from group

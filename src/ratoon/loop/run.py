@@ -30,7 +30,7 @@ from ratoon.trainer.best_checkpoint import best_step
 from ratoon.trainer.checkpoint import checkpoint_name, checkpoint_step, clean_leftovers, latest_checkpoint
 from ratoon.trainer.durable_files import is_disk_full
 from ratoon.trainer.reference import ReferenceScore
-from ratoon.types.errors import UserError
+from ratoon.types.errors import UserError, first_cause
 from ratoon.view import RunLog, RunSummary, RunView
 
 
@@ -120,7 +120,7 @@ def _failures_named(folder: RunFolder) -> Iterator[RunLog]:
     except BaseException as error:  # the user's functions may raise what is no Exception: asyncio.CancelledError
         with suppress(OSError):  # the disk may be what failed
             log(traceback.format_exc())
-        cause = _first_cause(error)
+        cause = first_cause(error)
         if isinstance(cause, UserError):
             raise cause from error
         if is_disk_full(cause):
@@ -204,13 +204,6 @@ def _complete_message(recipe: Recipe, folder: RunFolder, checkpoint: Path | None
         f"run {recipe.run.name} is complete: {step} steps in {folder.named}{asked}. "
         "Raise trainer.num_steps to train on, or use --fresh to start anew"
     )
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """The error itself, or the first one in a group of them: concurrent tasks fail as a group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 @contextmanager

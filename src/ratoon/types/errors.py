@@ -7,3 +7,10 @@ class UserError(ValueError):
     The command line prints the message as one paragraph, without a traceback, and exits
     with status 2. The message says what, got, wanted, and what to do.
     """
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The error itself, or the first one in a group of them: concurrent tasks fail as a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
