@@ -1,4 +1,6 @@
-"""The error that is the user's to mend."""
+"""The error that is the user's to mend, and which error it was."""
+
+from typing import cast
 
 
 class UserError(ValueError):
@@ -11,6 +13,7 @@ class UserError(ValueError):
 
 def first_cause(error: BaseException) -> BaseException:
     """The error itself, or the first one in a group of them: concurrent tasks fail as a group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    if isinstance(error, BaseExceptionGroup):
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        return first_cause(group.exceptions[0])
     return error
