@@ -83,7 +83,8 @@ def _choose(
     by_hand = machine.is_hopper and D in HOPPER_HEAD_DIMS and D == E and scoring.softcap is None
     if by_hand and q_THD.element_size() == 2:
         return import_module("ratoon.attention.triton.hopper.launch"), HOPPER_BLOCKS[D]
-    return portable, choose_blocks(max(padded_head_dim(D), padded_head_dim(E)), machine.shared_memory_bytes)
+    head_bytes = max(padded_head_dim(D), padded_head_dim(E)) * q_THD.element_size()
+    return portable, choose_blocks(head_bytes, machine.shared_memory_bytes)
 
 
 def _row_terms(out_THE: Tensor, dout_THE: Tensor, lse_HT: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,20 +53,21 @@ class HopperBlocks:
 
 _SMALLEST = Blocks(16, 16, 4, 1, True, 16, 16, 16, 16, 4, 1)
 
-# (largest padded head dim, blocks), for 227 KiB of shared memory a multiprocessor.
+# (largest bytes of a head padded, blocks), for 227 KiB of shared memory a multiprocessor.
 _HOPPER = (
-    (64, Blocks(128, 64, 8, 3, True, 64, 128, 128, 128, 8, 3)),
-    (128, Blocks(128, 64, 8, 3, True, 64, 128, 128, 64, 8, 3)),
-    (256, Blocks(128, 32, 8, 3, True, 32, 64, 64, 32, 8, 2)),
-    (512, Blocks(64, 32, 8, 2, False, 16, 32, 32, 16, 8, 1)),
+    (128, Blocks(128, 64, 8, 3, True, 64, 128, 128, 128, 8, 3)),
+    (256, Blocks(128, 64, 8, 3, True, 64, 128, 128, 64, 8, 3)),
+    (512, Blocks(128, 32, 8, 3, True, 32, 64, 64, 32, 8, 2)),
+    (1024, Blocks(64, 32, 8, 2, False, 16, 32, 32, 16, 8, 1)),
+    (2048, Blocks(32, 16, 8, 1, False, 16, 16, 16, 16, 8, 1)),
 )
 
 # For about 100 KiB: Ampere and Ada consumer cards, AMD.
 _SMALL_SHARED_MEMORY = (
-    (64, Blocks(128, 64, 4, 2, False, 64, 64, 64, 64, 4, 2)),
-    (128, Blocks(64, 64, 4, 2, False, 32, 64, 64, 32, 4, 1)),
-    (256, Blocks(64, 32, 8, 1, False, 16, 32, 32, 16, 8, 1)),
-    (512, Blocks(16, 16, 4, 1, False, 16, 16, 16, 16, 4, 1)),
+    (128, Blocks(128, 64, 4, 2, False, 64, 64, 64, 64, 4, 2)),
+    (256, Blocks(64, 64, 4, 2, False, 32, 64, 64, 32, 4, 1)),
+    (512, Blocks(64, 32, 8, 1, False, 16, 32, 32, 16, 8, 1)),
+    (2048, Blocks(16, 16, 4, 1, False, 16, 16, 16, 16, 4, 1)),
 )
 
 
@@ -82,12 +83,12 @@ HOPPER_HEAD_DIMS: frozenset[int] = frozenset()
 """Those whose kernels in `hopper` serve calls: the ones that ran on a GPU, were right there, and were faster."""
 
 
-def choose_blocks(block_head_dim: int, shared_memory_bytes: int | None) -> Blocks:
-    """block_head_dim: the larger head dim, a power of two. None bytes: the interpreter, for which small is fast."""
+def choose_blocks(head_bytes: int, shared_memory_bytes: int | None) -> Blocks:
+    """head_bytes: of the larger head, padded. None bytes of shared memory: the interpreter, for which small is fast."""
     if shared_memory_bytes is None:
         return _SMALLEST
     table = _HOPPER if shared_memory_bytes >= 200 * 1024 else _SMALL_SHARED_MEMORY
     for largest, blocks in table:
-        if block_head_dim <= largest:
+        if head_bytes <= largest:
             return blocks
-    raise AssertionError(f"head dim {block_head_dim} is over what the registry lets through")
+    raise AssertionError(f"a head of {head_bytes} bytes is over what the registry lets through")
