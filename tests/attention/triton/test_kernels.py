@@ -94,6 +94,7 @@ def test_head_dims(head_dims: tuple[int, int]):
 
 
 def test_the_largest_head_dim():
+    """Megatron-LM#7417: packed input with heads of 256 and more."""
     layout = make_groups((9, [4, 12]))
     check(layout, make_case(layout, heads=(2, 1), head_dim=512), torch.float16)
 

@@ -1,8 +1,8 @@
 """The backward kernel for Hopper, in Gluon: a warp that copies tiles, and two groups of four warps that compute.
 
 The plan is the portable kernel's: a program owns 128 keys (each group 64 of them) or 128 rows, and writes its
-gradients once. A group queues the next tile's products behind the last gradients, so that the tensor cores
-have work while it takes exponentials; the other group's products fill what is left.
+gradients once. Within a turn a group queues products before it needs them; while it takes exponentials, the
+other group's products fill the tensor cores.
 """
 
 # Gluon's functions are typed for its compiler, not for who reads a call.
