@@ -1,6 +1,7 @@
 """The kernels for Hopper against float64: on a simulator here, as compiled on a Hopper GPU."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,6 +90,13 @@ def test_rows_around_the_borders_of_tiles(num_rows: int):
 def test_a_prompt_below_many_rows_is_split_and_added_up(head_dim: int):
     layout = make_groups((40, [90] * 8))
     check(layout, make_case(layout, heads=(2, 1), head_dim=head_dim))
+
+
+@pytest.mark.parametrize("layout", [GROUPS, make_groups((1, [1]))], ids=["groups", "one tile"])
+def test_groups_may_take_turns(monkeypatch: pytest.MonkeyPatch, layout: PackedLayout):
+    blocks = {64: replace(HOPPER_BLOCKS[64], takes_turns=True)}
+    monkeypatch.setattr(triton_attention, "HOPPER_BLOCKS", blocks)
+    check(layout, make_case(layout, heads=(2, 1), head_dim=64))
 
 
 @pytest.mark.parametrize("head_dim", sorted(HOPPER_BLOCKS))

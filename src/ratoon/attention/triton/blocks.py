@@ -47,6 +47,9 @@ class HopperBlocks:
     items_by_role: bool = False
     """The two groups of an item share its keys, and split dK and dV: for heads whose gradients fill the registers."""
 
+    takes_turns: bool = False
+    """The forward pass's groups queue their products in turn."""
+
     is_wide: bool = False
     """Both passes split the head dim between the groups: `forward_wide.py`, `backward_wide.py`."""
 

@@ -50,7 +50,8 @@ def forward(
         schedule.tile_R, *schedule.full, *schedule.partial,
         lse_HT.stride(0), T, num_tiles, scoring.softmax_scale, plan.window,
         GROUP=Hq // k_THD.shape[1], BLOCK_M=GROUP_ROWS, BLOCK_N=blocks.forward_keys, NUM_STAGES=blocks.forward_stages,
-        HAS_SINKS=sinks_H is not None, HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
+        HAS_SINKS=sinks_H is not None, HAS_WINDOW=plan.window is not None, TAKES_TURNS=blocks.takes_turns,
+        num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
