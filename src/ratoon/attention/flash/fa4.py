@@ -1,6 +1,7 @@
 """FlashAttention-4 (package flash-attn-4), in one launch over lists of tiles, or in one launch a level.
 
 One launch reads and writes every row once, and merges nothing; it is what serves. Levels serve where
+no segment has descendants (one level is one launch too, and asks no rule of any pair), where
 the order of sums must be fixed (the kernels that walk lists add dq as they come), and where there are
 no kernels that walk lists. The levels' sums of dq cannot share one buffer: it is laid out by tiles
 that start where runs do, and no two levels' runs start alike.
@@ -24,8 +25,7 @@ def forward(
     q_THD: Tensor, k_THD: Tensor, v_THE: Tensor, sinks_H: Tensor | None, plan: AttentionPlan, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
     """See `ForwardKernel`. Head dims to 256."""
-    dims = _head_dims(q_THD, v_THE)
-    by = forward_by_blocks if fa4_shapes.has_block_kernels(dims[0], _capability()) else forward_by_levels
+    by = forward_by_blocks if _is_for_blocks(q_THD, v_THE, plan) else forward_by_levels
     return by(q_THD, k_THD, v_THE, sinks_H, plan, scoring)
 
 
@@ -42,9 +42,8 @@ def backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `BackwardKernel`."""
-    dims = _head_dims(q_THD, v_THE)
-    has_blocks = fa4_shapes.has_block_kernels(dims[0], _capability()) and not deterministic
-    by = backward_by_blocks if has_blocks else backward_by_levels
+    is_for_blocks = _is_for_blocks(q_THD, v_THE, plan) and not deterministic
+    by = backward_by_blocks if is_for_blocks else backward_by_levels
     return by(dout_THE, q_THD, k_THD, v_THE, out_THE, lse_HT, plan, scoring, deterministic=deterministic)
 
 
@@ -147,6 +146,12 @@ def backward_by_levels(
         add_level(dk_THD, dk_part_THD, level.is_read_T)
         add_level(dv_THE, dv_part_THE, level.is_read_T)
     return cut(dq_THD, head_dim).to(q_THD.dtype), cut(dk_THD, head_dim), cut(dv_THE, v_head_dim)
+
+
+def _is_for_blocks(q_THD: Tensor, v_THE: Tensor, plan: AttentionPlan) -> bool:
+    """Where nothing is shared there is one level, which is the package's own packed causal attention."""
+    has_sharing = bool(plan.schedule(build_levels).ancestors)
+    return has_sharing and fa4_shapes.has_block_kernels(_head_dims(q_THD, v_THE)[0], _capability())
 
 
 def _capability() -> int:
