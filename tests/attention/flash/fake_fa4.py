@@ -1,7 +1,6 @@
 """Eager stand-ins for flash-attn-4's two functions, in place of the package: its path runs on CPU tensors."""
 
 import importlib
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from tests.attention.fake_modules import replaced_modules
 from tests.attention.flash.fake_runs import (
     attend_run,
     backward_runs,
@@ -138,8 +138,10 @@ class FakeFa4:
         _set(interface, _flash_attn_fwd=self.forward, _flash_attn_bwd=self.backward)
         _set(modules["flash_attn.cute"], utils=utils, block_sparsity=sparsity, interface=interface)
         modules |= {module.__name__: module for module in (utils, sparsity, interface)}
-        with patch.dict(sys.modules, modules), patch.object(fa4, "_capability", lambda: capability):
-            sys.modules.pop(PACKAGE_FILE, None)
+        with (
+            replaced_modules(modules, dropped=(PACKAGE_FILE,)),
+            patch.object(fa4, "_capability", lambda: capability),
+        ):
             package_file = importlib.import_module(PACKAGE_FILE)
             with patch.object(ratoon.attention.flash, "fa4_package", package_file, create=True):
                 yield

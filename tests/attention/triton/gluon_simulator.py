@@ -8,15 +8,14 @@ waited for cannot be read; whoever waits in vain ends the test.
 
 import importlib
 import math
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
+from tests.attention.fake_modules import replaced_modules
 from torch import Tensor
 
 WAIT_LIMIT_S = 20.0
@@ -342,12 +341,6 @@ def simulated_hopper() -> Any:
     scores: Any = ModuleType("scores")
     scores.LOG2E, scores.LN2 = math.log2(math.e), math.log(2)
     fakes["ratoon.attention.triton.scores"] = scores
-    kept = {name: sys.modules.pop(name, None) for name in (f"{package}.{module}" for module in _MODULES)}
-    try:
-        with patch.dict(sys.modules, fakes):
-            return importlib.import_module(f"{package}.launch")
-    finally:
-        for name, module in kept.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
+    names = tuple(f"{package}.{module}" for module in _MODULES)
+    with replaced_modules(fakes, dropped=names):
+        return importlib.import_module(f"{package}.launch")
