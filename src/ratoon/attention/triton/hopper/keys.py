@@ -73,6 +73,26 @@ def copy_for_keys(
 
 
 @gluon.jit
+def probabilities(
+    products, lse2, first_row, keys, lifetime, key_positions, positions_ptr, T, factor, window,
+    PRODUCTS: gl.constexpr, BLOCK_M: gl.constexpr, IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
+    """[N, M] from products; lse2 [M] in base 2."""
+    probs = gl.exp2(products * factor - lse2[None, :])
+    if IS_PARTIAL:
+        rows = first_row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, PRODUCTS))
+        row_positions = rows
+        if HAS_WINDOW:
+            row_positions = gl.load(positions_ptr + rows, mask=rows < T, other=0)
+        allowed = may_read(
+            rows[None, :], keys[:, None], lifetime[:, None],
+            row_positions[None, :], key_positions[:, None], window, HAS_WINDOW,
+        )  # fmt: skip
+        probs = gl.where(allowed, probs, 0.0)
+    return probs
+
+
+@gluon.jit
 def add_rows(
     k_smem, v_smem, own, q_smem, dout_smem, lse2_smem, means_smem, ready, free, dk, dv, count,
     offsets_ptr, start_ptr, end_ptr, item, keys, lifetime, key_positions, positions_ptr, T, factor, window,
@@ -96,17 +116,10 @@ def add_rows(
             )
             lse2 = lse2_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, PRODUCTS))
             products = warpgroup_mma_wait(1, deps=[products])
-            probs = gl.exp2(products * factor - lse2[None, :])
-            if IS_PARTIAL:
-                rows = (start + step % length) * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, PRODUCTS))
-                row_positions = rows
-                if HAS_WINDOW:
-                    row_positions = gl.load(positions_ptr + rows, mask=rows < T, other=0)
-                allowed = may_read(
-                    rows[None, :], keys[:, None], lifetime[:, None],
-                    row_positions[None, :], key_positions[:, None], window, HAS_WINDOW,
-                )  # fmt: skip
-                probs = gl.where(allowed, probs, 0.0)
+            probs = probabilities(
+                products, lse2, (start + step % length) * BLOCK_M, keys, lifetime, key_positions, positions_ptr,
+                T, factor, window, PRODUCTS, BLOCK_M, IS_PARTIAL, HAS_WINDOW,
+            )  # fmt: skip
             probs16 = gl.convert_layout(probs.to(q_smem.dtype), gl.DotOperandLayout(0, GRADS, 2))
             means = means_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, PRODUCTS))
             dv = warpgroup_mma(probs16, dout, dv, is_async=True)

@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ratoon.attention.triton.hopper.keys import copy_visiting_rows
-from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, matrix, matrix_in_loop, may_read
+from ratoon.attention.triton.hopper.keys import copy_visiting_rows, probabilities
+from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, matrix, matrix_in_loop
 from ratoon.attention.triton.scores import LOG2E
 
 
@@ -70,17 +70,10 @@ def add_values(
             )
             lse2 = lse2_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, PRODUCTS))
             products = warpgroup_mma_wait(0, deps=[products])
-            probs = gl.exp2(products * factor - lse2[None, :])
-            if IS_PARTIAL:
-                rows = (start + step % length) * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, PRODUCTS))
-                row_positions = rows
-                if HAS_WINDOW:
-                    row_positions = gl.load(positions_ptr + rows, mask=rows < T, other=0)
-                allowed = may_read(
-                    rows[None, :], keys[:, None], lifetime[:, None],
-                    row_positions[None, :], key_positions[:, None], window, HAS_WINDOW,
-                )  # fmt: skip
-                probs = gl.where(allowed, probs, 0.0)
+            probs = probabilities(
+                products, lse2, (start + step % length) * BLOCK_M, keys, lifetime, key_positions, positions_ptr,
+                T, factor, window, PRODUCTS, BLOCK_M, IS_PARTIAL, HAS_WINDOW,
+            )  # fmt: skip
             probs16 = gl.convert_layout(probs.to(q_smem.dtype), gl.DotOperandLayout(0, GRADS, 2))
             dv = warpgroup_mma(probs16, dout, dv, is_async=True)
             mbarrier.wait(probs_free.index(0), (count & 1) ^ 1)
