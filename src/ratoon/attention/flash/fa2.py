@@ -5,9 +5,10 @@
 import torch
 from torch import Tensor
 
+from ratoon.attention.alignment import round_up
 from ratoon.attention.flash.levels import CoveringLevel, OwnRuns, build_covering_levels
 from ratoon.attention.flash.merge import add_level, add_sinks, merge_level
-from ratoon.attention.flash.padding import cut, kernel_ready, round_up
+from ratoon.attention.flash.padding import cut, kernel_ready
 from ratoon.attention.kernel import Scoring
 from ratoon.attention.plan import AttentionPlan
 

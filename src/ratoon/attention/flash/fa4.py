@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ratoon.attention.flash import fa4_shapes
 from ratoon.attention.flash.block_lists import build_block_lists
-from ratoon.attention.flash.levels import Levels, build_levels
+from ratoon.attention.flash.levels import Levels, build_levels, has_descendants
 from ratoon.attention.flash.merge import add_level, merge_level
 from ratoon.attention.flash.padding import cut, kernel_ready
 from ratoon.attention.kernel import Scoring
@@ -150,8 +150,7 @@ def backward_by_levels(
 
 def _is_for_blocks(q_THD: Tensor, v_THE: Tensor, plan: AttentionPlan) -> bool:
     """Where nothing is shared there is one level, which is the package's own packed causal attention."""
-    has_sharing = bool(plan.schedule(build_levels).ancestors)
-    return has_sharing and fa4_shapes.has_block_kernels(_head_dims(q_THD, v_THE)[0], _capability())
+    return plan.schedule(has_descendants) and fa4_shapes.has_block_kernels(_head_dims(q_THD, v_THE)[0], _capability())
 
 
 def _capability() -> int:

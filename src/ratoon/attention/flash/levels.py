@@ -137,6 +137,12 @@ def build_covering_levels(plan: AttentionPlan) -> CoveringLevels:
     return CoveringLevels(_own_runs(plan), tuple(level(nodes) for nodes in nodes_with_descendants(plan.layout)))
 
 
+def has_descendants(plan: AttentionPlan) -> bool:
+    """Whether any segment has; if none, the first level is all. Costs less than to build levels."""
+    runs = _NodeRuns.of(plan.layout)
+    return bool((runs.subtree_end_S > runs.end_S).any())
+
+
 def nodes_with_descendants(layout: PackedLayout) -> list[NDArray[np.int64]]:
     """Segments that have descendants, by depth, each in row order."""
     depths: list[int] = []

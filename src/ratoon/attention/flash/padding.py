@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-ALIGNMENT_BYTES = 16
-"""Kernels load this many bytes at a time, and do not check."""
+from ratoon.attention.alignment import is_aligned
 
 
 def pad_head_dim(tensor_THD: Tensor, head_dim: int) -> Tensor:
@@ -20,24 +19,9 @@ def pad_head_dim(tensor_THD: Tensor, head_dim: int) -> Tensor:
 def kernel_ready(tensor_THD: Tensor, head_dim: int) -> Tensor:
     """As `pad_head_dim`, and every vector aligned; the tensor itself where nothing is to be done."""
     padded_THD = pad_head_dim(tensor_THD, head_dim)
-    return padded_THD if _is_aligned(padded_THD) else padded_THD.clone(memory_format=torch.contiguous_format)
+    return padded_THD if is_aligned(padded_THD) else padded_THD.clone(memory_format=torch.contiguous_format)
 
 
 def cut(tensor_THD: Tensor, head_dim: int) -> Tensor:
     """The first numbers of each vector: what `kernel_ready` got."""
     return tensor_THD if tensor_THD.shape[2] == head_dim else tensor_THD[..., :head_dim]
-
-
-def round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _is_aligned(tensor_THD: Tensor) -> bool:
-    """No broadcast dim either: some kernels are compiled anew for each."""
-    size = tensor_THD.element_size()
-    row_bytes, head_bytes = tensor_THD.stride(0) * size, tensor_THD.stride(1) * size
-    return (
-        tensor_THD.stride(2) == 1
-        and 0 not in (row_bytes, head_bytes)
-        and (tensor_THD.data_ptr() | row_bytes | head_bytes) % ALIGNMENT_BYTES == 0
-    )

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-ALIGNMENT_BYTES = 16
-"""Of a descriptor's address and strides."""
-
+from ratoon.attention.alignment import ALIGNMENT_BYTES, is_aligned, round_up
 
 MIN_HEAD_DIM = 16
 """The least side of a matrix product."""
@@ -21,20 +19,19 @@ def padded_head_dim(head_dim: int) -> int:
 
 def aligned(tensor_THD: Tensor) -> Tensor:
     """The tensor, or a copy where its addresses are not aligned (odd head dims, odd offsets); [T, H, D or more]."""
-    multiple = ALIGNMENT_BYTES // tensor_THD.element_size()
-    *strides, last = tensor_THD.stride()
-    if last == 1 and not any(s % multiple for s in strides) and tensor_THD.data_ptr() % ALIGNMENT_BYTES == 0:
+    if is_aligned(tensor_THD):
         return tensor_THD
+    multiple = ALIGNMENT_BYTES // tensor_THD.element_size()
     return functional.pad(tensor_THD, (0, -tensor_THD.shape[2] % multiple)).contiguous()
 
 
 def empty_aligned(num_rows: int, num_heads: int, head_dim: int, like: Tensor) -> Tensor:
     """[T, H, D] of `like`'s dtype whose heads start at aligned addresses."""
     multiple = ALIGNMENT_BYTES // like.element_size()
-    return like.new_empty(num_rows, num_heads, -(-head_dim // multiple) * multiple)[..., :head_dim]
+    return like.new_empty(num_rows, num_heads, round_up(head_dim, multiple))[..., :head_dim]
 
 
 def empty_row_terms(num_heads: int, num_rows: int, like: Tensor) -> Tensor:
     """[H, T] fp32 whose heads start at aligned addresses."""
     multiple = ALIGNMENT_BYTES // 4
-    return like.new_empty(num_heads, -(-num_rows // multiple) * multiple, dtype=torch.float32)[:, :num_rows]
+    return like.new_empty(num_heads, round_up(num_rows, multiple), dtype=torch.float32)[:, :num_rows]
