@@ -93,6 +93,29 @@ def weigh(products, highest, total, factor, IS_PARTIAL: gl.constexpr):
 
 
 @gluon.jit
+def start_sums(
+    sinks_ptr, head, softmax_scale, SCORES: gl.constexpr, BLOCK_M: gl.constexpr, HAS_SINKS: gl.constexpr,
+):  # fmt: skip
+    """Highest product [M] and sum of probabilities [M] before any key; a sink is one that every row has read."""
+    highest = gl.full([BLOCK_M], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, SCORES))
+    if HAS_SINKS:
+        highest = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, SCORES))
+        highest += gl.load(sinks_ptr + head).to(gl.float32) / softmax_scale
+        total += 1.0
+    return highest, total
+
+
+@gluon.jit
+def store_lse(lse_ptr, highest, total, rows, head, stride_lh, T, softmax_scale):
+    """What outputs are divided by. A row without keys: 1, and log-sum-exp minus infinity."""
+    total_or_1 = gl.where(total == 0.0, 1.0, total)
+    lse = highest * softmax_scale + gl.log2(total_or_1) * LN2
+    gl.store(lse_ptr + head.to(gl.int64) * stride_lh + rows, lse, mask=rows < T)
+    return total_or_1
+
+
+@gluon.jit
 def attend_tile(
     q_smem, own, k_smem, v_smem, k_ready, k_free, v_ready, v_free, turns, count, probs, out, highest, total,
     key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, factor, window,
@@ -150,12 +173,7 @@ def attend_rows(
     row_positions = rows
     if HAS_WINDOW:
         row_positions = gl.load(positions_ptr + rows, mask=rows < T, other=0)
-    highest = gl.full([BLOCK_M], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, SCORES))
-    if HAS_SINKS:
-        highest = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, SCORES))
-        highest += gl.load(sinks_ptr + head).to(gl.float32) / softmax_scale
-        total += 1.0
+    highest, total = start_sums(sinks_ptr, head, softmax_scale, SCORES, BLOCK_M, HAS_SINKS)
     out = gl.zeros([BLOCK_M, BLOCK_E], gl.float32, OUT)
 
     mbarrier.wait(q_ready.index(GROUP_INDEX), 0)
@@ -204,10 +222,7 @@ def attend_rows(
     out = warpgroup_mma(probs, v, out, is_async=True)
     out = warpgroup_mma_wait(0, deps=[out])
 
-    # A row without keys: output 0, log-sum-exp minus infinity.
-    total_or_1 = gl.where(total == 0.0, 1.0, total)
-    lse = highest * softmax_scale + gl.log2(total_or_1) * LN2
-    gl.store(lse_ptr + head.to(gl.int64) * stride_lh + rows, lse, mask=rows < T)
+    total_or_1 = store_lse(lse_ptr, highest, total, rows, head, stride_lh, T, softmax_scale)
     out = out / gl.convert_layout(total_or_1, gl.SliceLayout(1, OUT))[:, None]
     # The group's rows of q are spent: their memory takes the output on its way out.
     matrix(q_smem, GROUP_INDEX).store(out.to(q_smem.dtype))

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ratoon.attention.triton.hopper.forward import mask_products, weigh
+from ratoon.attention.triton.hopper.forward import mask_products, start_sums, store_lse, weigh
 from ratoon.attention.triton.hopper.warps import (
     NUM_GROUPS,
     allocate,
@@ -31,7 +31,7 @@ from ratoon.attention.triton.hopper.warps import (
     matrix_in_loop,
     stay_before,
 )
-from ratoon.attention.triton.scores import LN2, LOG2E
+from ratoon.attention.triton.scores import LOG2E
 
 
 @gluon.jit
@@ -142,12 +142,7 @@ def weigh_and_attend(
     row_positions = rows
     if HAS_WINDOW:
         row_positions = gl.load(positions_ptr + rows, mask=rows < T, other=0)
-    highest = gl.full([BLOCK_M], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, SCORES))
-    if HAS_SINKS:
-        highest = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, SCORES))
-        highest += gl.load(sinks_ptr + head).to(gl.float32) / softmax_scale
-        total += 1.0
+    highest, total = start_sums(sinks_ptr, head, softmax_scale, SCORES, BLOCK_M, HAS_SINKS)
     out = gl.zeros([BLOCK_M, BLOCK_E], gl.float32, OUT)
     mbarrier.wait(q_ready.index(0), 0)
     q = matrix(q_smem, 0)
@@ -192,10 +187,7 @@ def weigh_and_attend(
     out = warpgroup_mma(probs, matrix(v_smem, 0), out, is_async=True)
     out, _ = warpgroup_mma_wait(0, deps=[out, probs])
 
-    # A row without keys: output 0, log-sum-exp minus infinity.
-    total_or_1 = gl.where(total == 0.0, 1.0, total)
-    lse = highest * softmax_scale + gl.log2(total_or_1) * LN2
-    gl.store(lse_ptr + head.to(gl.int64) * stride_lh + rows, lse, mask=rows < T)
+    total_or_1 = store_lse(lse_ptr, highest, total, rows, head, stride_lh, T, softmax_scale)
     # The last factors are those that both halves end with; no probabilities come with them.
     ending = 1.0 / total_or_1
     mbarrier.wait(probs_free.index(0), (count & 1) ^ 1)
