@@ -1,7 +1,6 @@
 """The kernels for Hopper against float64: on a simulator here, as compiled on a Hopper GPU."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -33,8 +32,7 @@ DOCUMENTS = pack_documents([[1] * n for n in (260, 1, 97)])
 
 @pytest.fixture(autouse=True)
 def hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are served by the kernels for Hopper, measured or not."""
-    monkeypatch.setattr(triton_attention, "HOPPER_HEAD_DIMS", frozenset(HOPPER_BLOCKS))
+    """Calls are served by the kernels for Hopper."""
     if HAS_GPU:
         if torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("not a Hopper GPU")
@@ -90,13 +88,6 @@ def test_rows_around_the_borders_of_tiles(num_rows: int):
 def test_a_prompt_below_many_rows_is_split_and_added_up(head_dim: int):
     layout = make_groups((40, [90] * 8))
     check(layout, make_case(layout, heads=(2, 1), head_dim=head_dim))
-
-
-@pytest.mark.parametrize("layout", [GROUPS, make_groups((1, [1]))], ids=["groups", "one tile"])
-def test_groups_may_take_turns(monkeypatch: pytest.MonkeyPatch, layout: PackedLayout):
-    blocks = {64: replace(HOPPER_BLOCKS[64], takes_turns=True)}
-    monkeypatch.setattr(triton_attention, "HOPPER_BLOCKS", blocks)
-    check(layout, make_case(layout, heads=(2, 1), head_dim=64))
 
 
 @pytest.mark.parametrize("head_dim", sorted(HOPPER_BLOCKS))

@@ -18,7 +18,7 @@ from ratoon.attention.kernel import Scoring
 from ratoon.attention.plan import AttentionPlan
 from ratoon.attention.triton import portable
 from ratoon.attention.triton.backward import add_parts_kernel, row_terms_kernel
-from ratoon.attention.triton.blocks import HOPPER_BLOCKS, HOPPER_HEAD_DIMS, Blocks, HopperBlocks, choose_blocks
+from ratoon.attention.triton.blocks import HOPPER_BLOCKS, Blocks, HopperBlocks, choose_blocks
 from ratoon.attention.triton.descriptors import empty_aligned, empty_row_terms, padded_head_dim
 from ratoon.attention.triton.schedule import build_key_schedule, build_row_schedule
 
@@ -80,7 +80,7 @@ def _choose(
 ) -> tuple[ModuleType, Blocks | HopperBlocks]:
     """The module with the launches, and its tiles."""
     machine, D, E = _machine(plan.device), q_THD.shape[2], v_THE.shape[2]
-    by_hand = machine.is_hopper and D in HOPPER_HEAD_DIMS and D == E and scoring.softcap is None
+    by_hand = machine.is_hopper and D in HOPPER_BLOCKS and D == E and scoring.softcap is None
     if by_hand and q_THD.element_size() == 2:
         return import_module("ratoon.attention.triton.hopper.launch"), HOPPER_BLOCKS[D]
     head_bytes = max(padded_head_dim(D), padded_head_dim(E)) * q_THD.element_size()

@@ -47,9 +47,6 @@ class HopperBlocks:
     items_by_role: bool = False
     """The two groups of an item share its keys, and split dK and dV: for heads whose gradients fill the registers."""
 
-    takes_turns: bool = False
-    """The forward pass's groups queue their products in turn."""
-
     is_wide: bool = False
     """Both passes split the head dim between the groups: `forward_wide.py`, `backward_wide.py`."""
 
@@ -58,10 +55,10 @@ _SMALLEST = Blocks(16, 16, 4, 1, True, 16, 16, 16, 16, 4, 1)
 
 # (largest bytes of a head padded, blocks), for 227 KiB of shared memory a multiprocessor.
 _HOPPER = (
-    (128, Blocks(128, 64, 8, 3, True, 64, 128, 128, 128, 8, 3)),
-    (256, Blocks(128, 64, 8, 3, True, 64, 128, 128, 64, 8, 3)),
+    (128, Blocks(128, 128, 8, 3, True, 64, 128, 128, 128, 8, 3)),
+    (256, Blocks(64, 64, 4, 3, True, 64, 128, 128, 64, 8, 3)),
     (512, Blocks(128, 32, 8, 3, True, 32, 64, 64, 32, 8, 2)),
-    (1024, Blocks(64, 32, 8, 2, False, 16, 32, 32, 16, 8, 1)),
+    (1024, Blocks(64, 64, 8, 1, False, 16, 64, 64, 16, 8, 1)),
     (2048, Blocks(32, 16, 8, 1, False, 16, 16, 16, 16, 8, 1)),
 )
 
@@ -76,14 +73,11 @@ _SMALL_SHARED_MEMORY = (
 
 HOPPER_BLOCKS = {
     64: HopperBlocks(128, 128, 2, 64, 128, 2, 128, 128, 2, 2),
-    128: HopperBlocks(128, 128, 2, 64, 128, 2, 128, 128, 2, 2),
+    128: HopperBlocks(128, 128, 2, 64, 128, 3, 128, 64, 2, 2),
     256: HopperBlocks(128, 64, 2, 64, 64, 2, 128, 64, 2, 1, items_by_role=True),
     512: HopperBlocks(64, 64, 1, 64, 64, 1, 64, 32, 1, 1, is_wide=True),
 }
-"""By head dim of queries, keys and values alike."""
-
-HOPPER_HEAD_DIMS: frozenset[int] = frozenset()
-"""Those whose kernels in `hopper` serve calls: the ones that ran on a GPU, were right there, and were faster."""
+"""By head dim of queries, keys and values alike: the calls that the kernels in `hopper` serve."""
 
 
 def choose_blocks(head_bytes: int, shared_memory_bytes: int | None) -> Blocks:

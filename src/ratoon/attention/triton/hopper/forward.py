@@ -117,29 +117,21 @@ def store_lse(lse_ptr, highest, total, rows, head, stride_lh, T, softmax_scale):
 
 @gluon.jit
 def attend_tile(
-    q_smem, own, k_smem, v_smem, k_ready, k_free, v_ready, v_free, turns, count, probs, out, highest, total,
+    q_smem, own, k_smem, v_smem, k_ready, k_free, v_ready, v_free, count, probs, out, highest, total,
     key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, factor, window,
     SCORES: gl.constexpr, OUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-    IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr, TAKES_TURNS: gl.constexpr,
+    IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Queues this tile's q.k, then the last tile's probs.v behind it; weighs the former while the latter runs.
-
-    TAKES_TURNS: the groups queue products in turn, so that one weighs while the other's products run
-    (FlashAttention-3, section 3.1).
-    """
+    """Queues this tile's q.k, then the last tile's probs.v behind it; weighs the former while the latter runs."""
     stage = count % NUM_STAGES
     mbarrier.wait(k_ready.index(stage), (count // NUM_STAGES) & 1)
     k = matrix(k_smem, stage)
     none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
-    if TAKES_TURNS:  # the first group finds its barrier open
-        mbarrier.wait(turns.index(own), (count & 1) ^ own)
     products = warpgroup_mma(matrix_in_loop(q_smem, own, count), k.permute([1, 0]), none, use_acc=False, is_async=True)
     last_stage = (count - 1) % NUM_STAGES
     mbarrier.wait(v_ready.index(last_stage), ((count - 1) // NUM_STAGES) & 1)
     v = matrix(v_smem, last_stage)
     out = warpgroup_mma(probs, v, out, is_async=True)
-    if TAKES_TURNS:
-        mbarrier.arrive(turns.index(1 - own))
     products = warpgroup_mma_wait(1, deps=[products])
     mbarrier.arrive(k_free.index(stage))
     if IS_PARTIAL:
@@ -158,11 +150,11 @@ def attend_tile(
 @gluon.jit
 def attend_rows(
     out_desc, sinks_ptr, lse_ptr, expiry_ptr, positions_ptr,
-    q_smem, k_smem, v_smem, q_ready, k_ready, k_free, v_ready, v_free, turns,
+    q_smem, k_smem, v_smem, q_ready, k_ready, k_free, v_ready, v_free,
     full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
     tile, head, stride_lh, T, softmax_scale, window,
     GROUP_INDEX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_E: gl.constexpr,
-    NUM_STAGES: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_WINDOW: gl.constexpr, TAKES_TURNS: gl.constexpr,
+    NUM_STAGES: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: 64 rows against every tile of the list, partial tiles first."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -200,19 +192,19 @@ def attend_rows(
         start = gl.where(interval == first_interval, start + 1, start)
         for key_tile in range(start, gl.load(partial_end_ptr + interval)):
             probs, out, highest, total = attend_tile(
-                q_smem, GROUP_INDEX, k_smem, v_smem, k_ready, k_free, v_ready, v_free, turns,
+                q_smem, GROUP_INDEX, k_smem, v_smem, k_ready, k_free, v_ready, v_free,
                 count, probs, out, highest, total,
                 key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, factor, window,
-                SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, True, HAS_WINDOW, TAKES_TURNS,
+                SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, True, HAS_WINDOW,
             )  # fmt: skip
             count += 1
     for interval in range(gl.load(full_offsets_ptr + tile), gl.load(full_offsets_ptr + tile + 1)):
         for key_tile in range(gl.load(full_start_ptr + interval), gl.load(full_end_ptr + interval)):
             probs, out, highest, total = attend_tile(
-                q_smem, GROUP_INDEX, k_smem, v_smem, k_ready, k_free, v_ready, v_free, turns,
+                q_smem, GROUP_INDEX, k_smem, v_smem, k_ready, k_free, v_ready, v_free,
                 count, probs, out, highest, total,
                 key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, factor, window,
-                SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, False, HAS_WINDOW, TAKES_TURNS,
+                SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, False, HAS_WINDOW,
             )  # fmt: skip
             count += 1
 
@@ -238,7 +230,7 @@ def forward_kernel(
     partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
     stride_lh, T, num_tiles, softmax_scale, window,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-    HAS_SINKS: gl.constexpr, HAS_WINDOW: gl.constexpr, TAKES_TURNS: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """A program owns NUM_GROUPS * BLOCK_M rows of one head. The value head dim is the query's."""
     head = gl.program_id(0) // num_tiles
@@ -249,24 +241,23 @@ def forward_kernel(
     q_smem, k_smem, v_smem = allocate(q_desc, NUM_GROUPS), allocate(k_desc, NUM_STAGES), allocate(v_desc, NUM_STAGES)
     q_ready, k_ready, v_ready = barriers(NUM_GROUPS, 1), barriers(NUM_STAGES, 1), barriers(NUM_STAGES, 1)
     k_free, v_free = barriers(NUM_STAGES, NUM_GROUPS), barriers(NUM_STAGES, NUM_GROUPS)
-    turns = barriers(NUM_GROUPS, 1)
     fence_async_shared()
 
     gl.warp_specialize(
         [
             (attend_rows, (
                 out_desc, sinks_ptr, lse_ptr, expiry_ptr, positions_ptr,
-                q_smem, k_smem, v_smem, q_ready, k_ready, k_free, v_ready, v_free, turns,
+                q_smem, k_smem, v_smem, q_ready, k_ready, k_free, v_ready, v_free,
                 full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
                 tile, head, stride_lh, T, softmax_scale, window,
-                0, BLOCK_M, BLOCK_N, BLOCK_E, NUM_STAGES, HAS_SINKS, HAS_WINDOW, TAKES_TURNS,
+                0, BLOCK_M, BLOCK_N, BLOCK_E, NUM_STAGES, HAS_SINKS, HAS_WINDOW,
             )),
             (attend_rows, (
                 out_desc, sinks_ptr, lse_ptr, expiry_ptr, positions_ptr,
-                q_smem, k_smem, v_smem, q_ready, k_ready, k_free, v_ready, v_free, turns,
+                q_smem, k_smem, v_smem, q_ready, k_ready, k_free, v_ready, v_free,
                 full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
                 tile, head, stride_lh, T, softmax_scale, window,
-                1, BLOCK_M, BLOCK_N, BLOCK_E, NUM_STAGES, HAS_SINKS, HAS_WINDOW, TAKES_TURNS,
+                1, BLOCK_M, BLOCK_N, BLOCK_E, NUM_STAGES, HAS_SINKS, HAS_WINDOW,
             )),
             (copy_tiles, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_ready, k_ready, k_free, v_ready, v_free,

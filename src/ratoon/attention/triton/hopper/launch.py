@@ -5,6 +5,8 @@
 
 # Shape letters: T rows, H heads (Hq query, Hkv key and value), D head dim.
 
+from functools import cache
+
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -50,7 +52,7 @@ def forward(
         schedule.tile_R, *schedule.full, *schedule.partial,
         lse_HT.stride(0), T, num_tiles, scoring.softmax_scale, plan.window,
         GROUP=Hq // k_THD.shape[1], BLOCK_M=GROUP_ROWS, BLOCK_N=blocks.forward_keys, NUM_STAGES=blocks.forward_stages,
-        HAS_SINKS=sinks_H is not None, HAS_WINDOW=plan.window is not None, TAKES_TURNS=blocks.takes_turns,
+        HAS_SINKS=sinks_H is not None, HAS_WINDOW=plan.window is not None,
         num_warps=NUM_WARPS,
     )  # fmt: skip
 
@@ -95,9 +97,15 @@ def backward(
 def _tiles(tensor_THD: Tensor, num_rows: int, num_columns: int | None = None) -> TensorDescriptor:
     """Tiles of `num_rows` rows of one head, whole or some columns; what lies outside the tensor reads as zeros."""
     aligned_THD = aligned(tensor_THD)
-    block = [num_rows, 1, num_columns or tensor_THD.shape[2]]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-    return TensorDescriptor(aligned_THD, list(tensor_THD.shape), list(aligned_THD.stride()), block, layout)
+    block = (num_rows, 1, num_columns or tensor_THD.shape[2])
+    layout = _tile_layout(block)
+    return TensorDescriptor(aligned_THD, list(tensor_THD.shape), list(aligned_THD.stride()), list(block), layout)
+
+
+@cache
+def _tile_layout(block: tuple[int, int, int]) -> gl.NVMMASharedLayout:
+    """Kept: working it out takes longer than all else of a descriptor, and a launch makes a dozen."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
 
 
 def _row_terms(terms_HT: Tensor, num_rows: int) -> TensorDescriptor:
