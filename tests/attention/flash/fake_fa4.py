@@ -58,25 +58,25 @@ class FakeFa4:
         learnable_sink: Tensor | None = None,
         tile_mn: tuple[int, int] | None = None,
         mma_pv_is_rs: bool | None = None,
-        intra_wg_overlap: bool | None = None,
-        pack_gqa: bool | None = None,
         score_mod: Any = None,
         mask_mod: Any = None,
         block_sparse_tensors: BlockSparseTensorsTorch | None = None,
         return_lse: bool = False,
         aux_tensors: list[Tensor] | None = None,
     ) -> tuple[Tensor | None, ...]:
-        assert return_lse and (tile_mn, mma_pv_is_rs, intra_wg_overlap, pack_gqa) == (None,) * 4
+        assert return_lse
         _check_vectors(q, k, v)
         assert learnable_sink is None or learnable_sink.dtype != torch.float64
         options = (softmax_scale, None if score_mod is None else score_mod.softcap)
         if block_sparse_tensors is None:
             assert cu_seqlens_q is not None and cu_seqlens_k is not None and q.ndim == 3 and mask_mod is None
+            assert tile_mn is None and mma_pv_is_rs is None, "packed runs are built as the package would"
             starts, lengths = (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k)
             runs = runs_of(q, k, starts, lengths, (max_seqlen_q or 0, max_seqlen_k or 0))
             self.calls.append("own runs" if causal else "level")
             return *forward_runs(q, k, v, runs, causal, *options, learnable_sink), None, None, None
         assert q.ndim == 4 and q.shape[0] == 1 and not causal and cu_seqlens_q is None
+        assert tile_mn is None or tile_mn == block_sparse_tensors.block_size, "an entry stands for one tile"
         self.calls.append("blocks")
         mask = _mask(q.shape[1], block_sparse_tensors, "rows", mask_mod, aux_tensors)
         out, lse = attend_run(q[0], k[0], v[0], mask, *options, learnable_sink)

@@ -71,13 +71,12 @@ def forward_by_levels(
     v_head_dim = v_THE.shape[2]
     levels = plan.schedule(build_levels)
     dims = _head_dims(q_THD, v_THE)
-    build = fa4_shapes.forward_build(*dims, _capability())
     q_THD, k_THD, v_THE = _padded(q_THD, k_THD, v_THE, dims)
-    out_THE, lse_HT = fa4_package.forward_runs(q_THD, k_THD, v_THE, sinks_H, levels.own, scoring, build)
+    out_THE, lse_HT = fa4_package.forward_runs(q_THD, k_THD, v_THE, sinks_H, levels.own, scoring)
     if len(levels.ancestors) > 1:  # a row adds one part a level: its sum is rounded once
         out_THE = out_THE.to(lse_HT.dtype)
     for level in levels.ancestors:
-        part_THE, part_lse_HT = fa4_package.forward_runs(q_THD, k_THD, v_THE, None, level, scoring, build)
+        part_THE, part_lse_HT = fa4_package.forward_runs(q_THD, k_THD, v_THE, None, level, scoring)
         merge_level(out_THE, lse_HT, part_THE, part_lse_HT, level.reads_T)
     return cut(out_THE, v_head_dim).to(q_THD.dtype), lse_HT
 

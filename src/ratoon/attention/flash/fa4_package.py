@@ -39,12 +39,9 @@ def forward_runs(
     sinks_H: Tensor | None,
     runs: OwnRuns | Level,
     scoring: Scoring,
-    build: ForwardBuild,
 ) -> tuple[Tensor, Tensor]:
     """-> out [T, Hq, E] and natural log-sum-exp [Hq, T] fp32; rows outside the runs hold anything."""
-    out_THE, lse_HT, *_ = _flash_attn_fwd(
-        q_THD, k_THD, v_THE, **_runs(runs), **_forward_options(sinks_H, scoring, build)
-    )
+    out_THE, lse_HT, *_ = _flash_attn_fwd(q_THD, k_THD, v_THE, **_runs(runs), **_forward_options(sinks_H, scoring))
     return out_THE, lse_HT
 
 
@@ -63,8 +60,10 @@ def forward_blocks(
         q_THD[None],
         k_THD[None],
         v_THE[None],
+        tile_mn=None if build.tile is None else (build.tile.rows, build.tile.keys),
+        mma_pv_is_rs=build.probs_in_registers,
         **_blocks(expiry_T, lists),
-        **_forward_options(sinks_H, scoring, build),
+        **_forward_options(sinks_H, scoring),
     )
     return out_1THE[0], lse_1HT[0]
 
@@ -146,7 +145,7 @@ def _blocks(expiry_T: Tensor, lists: BlockLists) -> dict[str, Any]:
     }
 
 
-def _forward_options(sinks_H: Tensor | None, scoring: Scoring, build: ForwardBuild) -> dict[str, Any]:
+def _forward_options(sinks_H: Tensor | None, scoring: Scoring) -> dict[str, Any]:
     if sinks_H is not None and sinks_H.dtype == torch.float64:
         sinks_H = sinks_H.float()
     return {
@@ -154,10 +153,6 @@ def _forward_options(sinks_H: Tensor | None, scoring: Scoring, build: ForwardBui
         "score_mod": None if scoring.softcap is None else _cap(scoring.softcap)[0],
         "learnable_sink": sinks_H,
         "return_lse": True,
-        "tile_mn": None if build.tile is None else (build.tile.rows, build.tile.keys),
-        "mma_pv_is_rs": build.probs_in_registers,
-        "intra_wg_overlap": build.overlaps_products,
-        "pack_gqa": build.packs_heads,
     }
 
 

@@ -11,7 +11,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBuild:
-    """How a forward kernel is built. None: as the package would, which depends on head dims, GPU and lists."""
+    """How a forward kernel that walks lists is built. None: as the package would, by head dims and GPU."""
 
     lists: Tile
     """What an entry of a block list stands for: rows of one or more of the kernel's tiles, keys of one."""
@@ -20,12 +20,6 @@ class ForwardBuild:
 
     probs_in_registers: bool | None = None
     """The second product reads its left side from registers instead of shared memory."""
-
-    overlaps_products: bool | None = None
-    """A warp group's first product runs under its previous softmax."""
-
-    packs_heads: bool | None = None
-    """A tile's rows are those of all query heads of one key head."""
 
 
 def head_dims(head_dim: int, v_head_dim: int, capability: int) -> tuple[int, int]:
@@ -46,6 +40,10 @@ def has_block_kernels(head_dim: int, capability: int) -> bool:
 
 
 def forward_build(head_dim: int, v_head_dim: int, capability: int) -> ForwardBuild:
+    if capability == 9 and 96 < head_dim <= 128:
+        # 1.5 times the rows to a key read pay for probabilities that take the way through shared memory.
+        tile = Tile(192, 128)
+        return ForwardBuild(lists=tile, tile=tile, probs_in_registers=False)
     return ForwardBuild(lists=_forward_tile(head_dim, v_head_dim, capability))
 
 
@@ -56,8 +54,6 @@ def _forward_tile(head_dim: int, v_head_dim: int, capability: int) -> Tile:
         return Tile(192, 128)
     if head_dim <= 96:
         return Tile(192, 144)
-    if head_dim <= 128:
-        return Tile(128, 128)
     if head_dim <= 192:
         return Tile(128, 128 if v_head_dim <= 128 else 112)
     return Tile(128, 80)

@@ -105,7 +105,9 @@ def _tiles(tensor_THD: Tensor, num_rows: int, num_columns: int | None = None) ->
 @cache
 def _tile_layout(block: tuple[int, int, int]) -> gl.NVMMASharedLayout:
     """Kept: working it out takes longer than all else of a descriptor, and a launch makes a dozen."""
-    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
+    assert isinstance(layout, gl.NVMMASharedLayout), f"a layout of shared memory, not {layout}"
+    return layout
 
 
 def _row_terms(terms_HT: Tensor, num_rows: int) -> TensorDescriptor:
