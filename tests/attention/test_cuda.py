@@ -95,6 +95,7 @@ SHAPES = {
     "MLA": Shape(dims=(192, 128), heads=(4, 4)),
     "MLA, shared key heads": Shape(dims=(192, 128), heads=(4, 2), has_sinks=True),
     "odd dims": Shape(dims=(36, 20), heads=(9, 3), has_sinks=True),
+    "d 80, seven query heads to a key head": Shape(dims=(80, 80), heads=(14, 2)),
     "d 256": Shape(dims=(256, 256), heads=(4, 2)),
     "d 512": Shape(dims=(512, 512), heads=(4, 2)),
     "window": Shape(window=5),

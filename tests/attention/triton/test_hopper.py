@@ -78,6 +78,13 @@ def test_heads(heads: tuple[int, int]):
     check(CHAIN, make_case(CHAIN, heads=heads, head_dim=64), torch.float16)
 
 
+@pytest.mark.parametrize("head_dim", [36, 80, 160])
+def test_head_dims_between_the_kernels_own(head_dim: int):
+    """The copy engine reads zeros behind a head's last column, and writes nothing there."""
+    layout = make_groups((40, [90] * 3))
+    check(layout, make_case(layout, heads=(2, 1), head_dim=head_dim))
+
+
 @pytest.mark.parametrize("num_rows", [1, 63, 64, 65, 127, 128, 129, 257])
 def test_rows_around_the_borders_of_tiles(num_rows: int):
     layout = make_groups((num_rows, [3]))

@@ -80,9 +80,11 @@ def _choose(
 ) -> tuple[ModuleType, Blocks | HopperBlocks]:
     """The module with the launches, and its tiles."""
     machine, D, E = _machine(plan.device), q_THD.shape[2], v_THE.shape[2]
-    by_hand = machine.is_hopper and D in HOPPER_BLOCKS and D == E and scoring.softcap is None
-    if by_hand and q_THD.element_size() == 2:
-        return import_module("ratoon.attention.triton.hopper.launch"), HOPPER_BLOCKS[D]
+    block_D = padded_head_dim(D)
+    is_for_hopper = machine.is_hopper and q_THD.element_size() == 2 and D == E and scoring.softcap is None
+    # The wide kernels, of head dim 512, halve it.
+    if is_for_hopper and block_D in HOPPER_BLOCKS and (block_D == D or not HOPPER_BLOCKS[block_D].is_wide):
+        return import_module("ratoon.attention.triton.hopper.launch"), HOPPER_BLOCKS[block_D]
     head_bytes = max(padded_head_dim(D), padded_head_dim(E)) * q_THD.element_size()
     return portable, choose_blocks(head_bytes, machine.shared_memory_bytes)
 

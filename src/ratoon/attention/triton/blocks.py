@@ -77,7 +77,7 @@ HOPPER_BLOCKS = {
     256: HopperBlocks(128, 64, 2, 64, 64, 2, 128, 64, 2, 1, items_by_role=True),
     512: HopperBlocks(64, 64, 1, 64, 64, 1, 64, 32, 1, 1, is_wide=True),
 }
-"""By head dim of queries, keys and values alike: the calls that the kernels in `hopper` serve."""
+"""By head dim, padded, of queries, keys and values alike: the calls that the kernels in `hopper` serve."""
 
 
 def choose_blocks(head_bytes: int, shared_memory_bytes: int | None) -> Blocks:

@@ -6,6 +6,7 @@
 # Shape letters: T rows, H heads (Hq query, Hkv key and value), D head dim.
 
 from functools import cache
+from typing import cast
 
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -14,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ratoon.attention.kernel import Scoring
 from ratoon.attention.plan import AttentionPlan
 from ratoon.attention.triton.blocks import HopperBlocks
-from ratoon.attention.triton.descriptors import aligned
+from ratoon.attention.triton.descriptors import aligned, padded_head_dim
 from ratoon.attention.triton.hopper.backward import backward_kernel
 from ratoon.attention.triton.hopper.backward_wide import backward_wide_kernel
 from ratoon.attention.triton.hopper.forward import forward_kernel
@@ -95,9 +96,9 @@ def backward(
 
 
 def _tiles(tensor_THD: Tensor, num_rows: int, num_columns: int | None = None) -> TensorDescriptor:
-    """Tiles of `num_rows` rows of one head, whole or some columns; what lies outside the tensor reads as zeros."""
+    """Tiles of `num_rows` rows of one head, padded or some columns; what lies outside the tensor reads as zeros."""
     aligned_THD = aligned(tensor_THD)
-    block = (num_rows, 1, num_columns or tensor_THD.shape[2])
+    block = (num_rows, 1, num_columns or padded_head_dim(tensor_THD.shape[2]))
     layout = _tile_layout(block)
     return TensorDescriptor(aligned_THD, list(tensor_THD.shape), list(aligned_THD.stride()), list(block), layout)
 
@@ -105,9 +106,7 @@ def _tiles(tensor_THD: Tensor, num_rows: int, num_columns: int | None = None) ->
 @cache
 def _tile_layout(block: tuple[int, int, int]) -> gl.NVMMASharedLayout:
     """Kept: working it out takes longer than all else of a descriptor, and a launch makes a dozen."""
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
-    assert isinstance(layout, gl.NVMMASharedLayout), f"a layout of shared memory, not {layout}"
-    return layout
+    return cast("gl.NVMMASharedLayout", gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16))
 
 
 def _row_terms(terms_HT: Tensor, num_rows: int) -> TensorDescriptor:

@@ -1,0 +1,281 @@
+"""The backward kernel that adds: a program owns 128 keys, and adds what they give dQ to a sum in global memory.
+
+No product is made twice: five a pair of tiles, where owning rows too (`backward.py`) takes seven. The price is that
+programs add to a row in no fixed order.
+
+Two groups of four warps own 64 keys each and keep dK and dV in registers. What a tile of rows gets of all 128 keys is
+one product over them, so each group leaves its score gradients in shared memory and computes one half of the tile's
+dQ: half of the columns of a head of 128, half of the rows of a head of 64. It does so a turn later, when the
+other group's gradients are there already: the groups may be a turn apart, and one's products run while the other
+takes exponentials.
+"""
+
+# Gluon's functions are typed for its compiler, not for who reads a call.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+
+# Shape letters: T rows, H heads (Hq query, Hkv key and value), D head dim, M rows of a tile, N keys of a group.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ratoon.attention.triton.hopper.add_to_global import add_to_global
+from ratoon.attention.triton.hopper.keys import copy_for_keys, probabilities
+from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, matrix, matrix_in_loop
+from ratoon.attention.triton.scores import LOG2E
+
+BLOCK = gl.constexpr(64)
+"""Side of the squares that a product for dQ is made of: a group's keys, and half a tile's rows or columns."""
+
+NUM_SLOTS = gl.constexpr(2)
+"""Of score gradients: a group writes one while the other group may still read the last one."""
+
+
+@gluon.jit
+def squares(smem, NUM_SQUARES: gl.constexpr):
+    """Tiles [.., 64, columns] as [squares, 64, 64]: in memory, columns come in blocks of 128 bytes."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return smem._reinterpret(smem.dtype, [NUM_SQUARES, BLOCK, BLOCK], layout)
+
+
+@gluon.jit
+def square_in_loop(smem, index, count):
+    """`matrix_in_loop` for one of `squares`."""
+    return smem.index(index + (count >> 31))
+
+
+@gluon.jit
+def multiply_keys(
+    dscores_squares, k_squares, count,
+    GROUP_INDEX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """The group's half of dQ, [64, 64], of the tile before the count-th: two products in flight."""
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    dq = gl.zeros([BLOCK, BLOCK], gl.float32, HALF)
+    for keys in gl.static_range(NUM_GROUPS):
+        # A head of 128 is two squares wide; a tile of rows, for a head of 64, is two squares high.
+        of_rows = ((count % NUM_SLOTS) * NUM_GROUPS + keys) * (BLOCK_M // BLOCK) + GROUP_INDEX * (BLOCK_M // BLOCK - 1)
+        of_columns = keys * (BLOCK_D // BLOCK) + GROUP_INDEX * (BLOCK_D // BLOCK - 1)
+        dscores = dscores_squares.index(of_rows)
+        k = square_in_loop(k_squares, of_columns, count)
+        dq = warpgroup_mma(dscores.permute([1, 0]), k, dq, use_acc=keys > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def add_half(dq, dq_desc, dq_smem, place):
+    """Adds a half [64, 64] to its place among the sums, in the order in which registers hold it.
+
+    Warps, 8 rows of a product, and lanes come before what a thread holds of them, so that it writes 16 bytes and a
+    warp a whole row of memory; `finish_kernel` knows the order.
+    """
+    by_lane = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+    tma.store_wait(0)
+    dq_smem.store(by_lane.reshape([2 * BLOCK, BLOCK // 2]))
+    fence_async_shared()
+    add_to_global(dq_desc, [place * (2 * BLOCK), 0], dq_smem)
+
+
+@gluon.jit
+def leave_score_gradients(
+    dscores16, dscores_smem, dscores_ready, count, GROUP_INDEX: gl.constexpr,
+):  # fmt: skip
+    """Score gradients [N, M] of the tile before the count-th, for both groups. Nobody reads their slot any more:
+
+    the other group has left those of the last tile, and before that it waited for its products of the slot.
+    """
+    slot = count % NUM_SLOTS
+    dscores_smem.index(slot * NUM_GROUPS + GROUP_INDEX).store(dscores16)
+    fence_async_shared()  # the tensor cores read what ordinary stores wrote
+    mbarrier.arrive(dscores_ready.index(slot))
+
+
+@gluon.jit
+def add_rows(
+    k_smem, v_smem, q_smem, dout_smem, lse2_smem, means_smem, dscores_smem, dq_desc, dq_smem,
+    ready, free, dscores_ready, dk, dv, count, last_place,
+    offsets_ptr, start_ptr, end_ptr, item, kv_head, keys, lifetime, key_positions, positions_ptr, T, factor, window,
+    PRODUCTS: gl.constexpr, GRADS: gl.constexpr, GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, NUM_HEADS,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    NUM_STAGES: gl.constexpr, IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Adds one list of row tiles to dK and dV, [N, D] each, and dQ of all tiles but the last to the sums."""
+    dscores_squares = squares(dscores_smem, NUM_SLOTS * NUM_GROUPS * (BLOCK_M // BLOCK))
+    k_squares = squares(k_smem, NUM_GROUPS * (BLOCK_D // BLOCK))
+    for interval in range(gl.load(offsets_ptr + item), gl.load(offsets_ptr + item + 1)):
+        start = gl.load(start_ptr + interval)
+        end = gl.load(end_ptr + interval)
+        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+            for row_tile in range(start, end):
+                mbarrier.wait(dscores_ready.index(count % NUM_SLOTS), (count // NUM_SLOTS) & 1)
+                dq = multiply_keys(dscores_squares, k_squares, count, GROUP_INDEX, BLOCK_M, BLOCK_D)
+                stage = count % NUM_STAGES
+                mbarrier.wait(ready.index(stage), (count // NUM_STAGES) & 1)
+                q, dout = matrix(q_smem, stage), matrix(dout_smem, stage)
+                none = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, PRODUCTS)
+                products = warpgroup_mma(
+                    matrix_in_loop(k_smem, GROUP_INDEX, count), q.permute([1, 0]), none, use_acc=False, is_async=True
+                )
+                dq = warpgroup_mma_wait(1, deps=[dq])
+                add_half(dq, dq_desc, dq_smem, last_place)
+                dprobs = warpgroup_mma(
+                    matrix_in_loop(v_smem, GROUP_INDEX, count), dout.permute([1, 0]), none, use_acc=False, is_async=True
+                )
+                lse2 = lse2_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, PRODUCTS))
+                products = warpgroup_mma_wait(1, deps=[products])
+                probs = probabilities(
+                    products, lse2, row_tile * BLOCK_M, keys, lifetime, key_positions, positions_ptr,
+                    T, factor, window, PRODUCTS, BLOCK_M, IS_PARTIAL, HAS_WINDOW,
+                )  # fmt: skip
+                probs16 = gl.convert_layout(probs.to(q_smem.dtype), gl.DotOperandLayout(0, GRADS, 2))
+                means = means_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, PRODUCTS))
+                dv = warpgroup_mma(probs16, dout, dv, is_async=True)
+                dprobs = warpgroup_mma_wait(1, deps=[dprobs])
+                dscores = (probs * (dprobs - means[None, :])).to(q_smem.dtype)
+                dscores16 = gl.convert_layout(dscores, gl.DotOperandLayout(0, GRADS, 2))
+                dk = warpgroup_mma(dscores16, q, dk, is_async=True)
+                count += 1
+                leave_score_gradients(dscores, dscores_smem, dscores_ready, count, GROUP_INDEX)
+                # Nothing may be in flight at the loop's end: the assembler would wait for every product.
+                dk, dv, _, _ = warpgroup_mma_wait(0, deps=[dk, dv, probs16, dscores16])
+                mbarrier.arrive(free.index(stage))
+                last_place = (row_tile * NUM_HEADS + head) * NUM_GROUPS + GROUP_INDEX
+    return dk, dv, count, last_place
+
+
+@gluon.jit
+def gradients_of_keys(
+    dk_desc, dv_desc, dq_desc, dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
+    q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, dscores_smem, dq_smem,
+    own_ready, ready, free, dscores_ready, keys_spent,
+    full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+    item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
+    GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    NUM_STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
+    """A group of four warps: 64 keys, and half of what each tile of rows gets of all 128."""
+    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    first_key = tile * (BLOCK_N * NUM_GROUPS) + GROUP_INDEX * BLOCK_N
+    keys = first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, PRODUCTS))
+    lifetime = gl.maximum(gl.load(expiry_ptr + keys, mask=keys < T, other=0) - keys, 0)
+    key_positions = keys
+    if HAS_WINDOW:
+        key_positions = gl.load(positions_ptr + keys, mask=keys < T, other=0)
+    factor = softmax_scale * LOG2E
+    num_heads = num_kv_heads * GROUP
+    half_smem = dq_smem.index(GROUP_INDEX)
+    dk = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, GRADS)
+    dv = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, GRADS)
+    # Before the first tile there was one without score gradients: it adds zeros to rows that these keys are.
+    count = gl.to_tensor(0)
+    first_tile = tile * (BLOCK_N * NUM_GROUPS) // BLOCK_M
+    last_place = (first_tile * num_heads + kv_head * GROUP) * NUM_GROUPS + GROUP_INDEX
+    none = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, PRODUCTS).to(q_smem.dtype)
+    leave_score_gradients(none, dscores_smem, dscores_ready, count, GROUP_INDEX)
+    for group in gl.static_range(NUM_GROUPS):
+        mbarrier.wait(own_ready.index(group), 0)
+    dk, dv, count, last_place = add_rows(
+        k_smem, v_smem, q_smem, dout_smem, lse2_smem, means_smem, dscores_smem, dq_desc, half_smem,
+        ready, free, dscores_ready, dk, dv, count, last_place,
+        partial_offsets_ptr, partial_start_ptr, partial_end_ptr, item, kv_head, keys, lifetime, key_positions,
+        positions_ptr, T, factor, window,
+        PRODUCTS, GRADS, GROUP_INDEX, GROUP, num_heads, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, True, HAS_WINDOW,
+    )  # fmt: skip
+    dk, dv, count, last_place = add_rows(
+        k_smem, v_smem, q_smem, dout_smem, lse2_smem, means_smem, dscores_smem, dq_desc, half_smem,
+        ready, free, dscores_ready, dk, dv, count, last_place,
+        full_offsets_ptr, full_start_ptr, full_end_ptr, item, kv_head, keys, lifetime, key_positions,
+        positions_ptr, T, factor, window,
+        PRODUCTS, GRADS, GROUP_INDEX, GROUP, num_heads, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, False, HAS_WINDOW,
+    )  # fmt: skip
+    mbarrier.wait(dscores_ready.index(count % NUM_SLOTS), (count // NUM_SLOTS) & 1)
+    dq = multiply_keys(
+        squares(dscores_smem, NUM_SLOTS * NUM_GROUPS * (BLOCK_M // BLOCK)),
+        squares(k_smem, NUM_GROUPS * (BLOCK_D // BLOCK)), count, GROUP_INDEX, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    mbarrier.arrive(keys_spent.index(0))
+    add_half(dq, dq_desc, half_smem, last_place)
+    dk = dk * softmax_scale
+    if slot < 0:
+        # Keys and values are spent, the keys when both groups are done: their memory takes the gradients.
+        matrix(v_smem, GROUP_INDEX).store(dv.to(v_smem.dtype))
+        mbarrier.wait(keys_spent.index(0), 0)
+        matrix(k_smem, GROUP_INDEX).store(dk.to(k_smem.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dk_desc, [first_key, kv_head, 0], k_smem.index(GROUP_INDEX))
+        tma.async_copy_shared_to_global(dv_desc, [first_key, kv_head, 0], v_smem.index(GROUP_INDEX))
+    else:
+        part = (slot.to(gl.int64) * num_kv_heads + kv_head) * (BLOCK_N * NUM_GROUPS) + GROUP_INDEX * BLOCK_N
+        offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, GRADS))
+        offs_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, GRADS))
+        offs = (part + offs_n)[:, None] * D + offs_d[None, :]
+        gl.store(dk_parts_ptr + offs, dk)
+        gl.store(dv_parts_ptr + offs, dv)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def adding_kernel(
+    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, dq_desc, lse2_desc, means_desc,
+    dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
+    tile_ptr, slot_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
+    partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+    T, num_kv_heads, softmax_scale, window,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    NUM_STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
+    """A program owns an item's keys of one head: BLOCK_N a group. Heads are the fast index, as in the other kernel."""
+    item = gl.program_id(0) // num_kv_heads
+    kv_head = gl.program_id(0) % num_kv_heads
+    tile = gl.load(tile_ptr + item)
+    slot = gl.load(slot_ptr + item)
+    BLOCK_D: gl.constexpr = k_desc.block_type.shape[2]
+    q_smem, dout_smem = allocate(q_desc, NUM_STAGES), allocate(dout_desc, NUM_STAGES)
+    k_smem, v_smem = allocate(k_desc, NUM_GROUPS), allocate(v_desc, NUM_GROUPS)
+    lse2_smem, means_smem = allocate(lse2_desc, NUM_STAGES), allocate(means_desc, NUM_STAGES)
+    dscores_smem = gl.allocate_shared_memory(
+        k_desc.dtype, [NUM_SLOTS * NUM_GROUPS, BLOCK_N, BLOCK_M],
+        gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
+    )  # fmt: skip
+    dq_smem = allocate(dq_desc, NUM_GROUPS)
+    own_ready, ready, free = barriers(NUM_GROUPS, 1), barriers(NUM_STAGES, 1), barriers(NUM_STAGES, NUM_GROUPS)
+    dscores_ready, keys_spent = barriers(NUM_SLOTS, NUM_GROUPS), barriers(1, NUM_GROUPS)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (gradients_of_keys, (
+                dk_desc, dv_desc, dq_desc, dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
+                q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, dscores_smem, dq_smem,
+                own_ready, ready, free, dscores_ready, keys_spent,
+                full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+                item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
+                0, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, HAS_WINDOW,
+            )),
+            (gradients_of_keys, (
+                dk_desc, dv_desc, dq_desc, dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
+                q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, dscores_smem, dq_smem,
+                own_ready, ready, free, dscores_ready, keys_spent,
+                full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+                item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
+                1, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, HAS_WINDOW,
+            )),
+            (copy_for_keys, (
+                q_desc, dout_desc, k_desc, v_desc, lse2_desc, means_desc,
+                q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, own_ready, ready, free,
+                full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+                item, tile, kv_head, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
