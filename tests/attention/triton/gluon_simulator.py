@@ -1,9 +1,9 @@
 """Runs Gluon kernels on CPU tensors: each group of warps is a thread, each barrier a real one.
 
 Triton's interpreter does not know Gluon. This knows what our Hopper kernels use, and is stricter than the
-hardware where that finds mistakes: shared memory starts as NaN; a product is computed at the last moment that
-the wait for it allows, so that a tile given back too early is seen overwritten; a value of a product that was not
-waited for cannot be read; whoever waits in vain ends the test.
+hardware where that finds mistakes: shared memory starts as NaN; a product is computed, and a tile leaves shared
+memory, at the last moment that the wait for it allows, so that one given back too early is seen overwritten; a value
+of a product that was not waited for cannot be read; whoever waits in vain ends the test.
 """
 
 import importlib
@@ -22,7 +22,7 @@ WAIT_LIMIT_S = 20.0
 WAITS = 100
 """Looks, while waiting, at whether another group has failed."""
 _MODULES = (
-    "warps", "forward", "forward_wide", "keys", "keys_by_role", "rows", "backward", "backward_wide", "launch",
+    "warps", "forward", "forward_wide", "keys", "keys_by_role", "rows", "backward", "backward_wide", "adding", "launch",
 )  # fmt: skip
 _local = threading.local()
 
@@ -110,6 +110,13 @@ class Shared:
     def reshape(self, shape: list[int]) -> "Shared":
         return Shared(self.data.view(shape))
 
+    def slice(self, start: int, length: int) -> "Shared":
+        return Shared(self.data[start : start + length])
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], _: Any) -> "Squares":
+        assert dtype == self.dtype and math.prod(shape) == self.data.numel(), "the same memory"
+        return Squares(self, shape[1])
+
     def permute(self, order: list[int]) -> "Shared":
         return Shared(self.data.permute(order))
 
@@ -119,6 +126,22 @@ class Shared:
     def store(self, value: Tensor) -> None:
         assert value.dtype == self.dtype, "stores do not convert"
         self.data.copy_(value.as_subclass(Tensor))
+
+
+@dataclass
+class Squares:
+    """Tiles [.., N, columns] as squares: rows of a tile follow one another, in blocks of columns."""
+
+    tiles: Shared
+    side: int
+
+    def index(self, index: Any) -> Shared:
+        num_rows, num_columns = self.tiles.shape[1], self.tiles.shape[-1]
+        tile, within = divmod(int(index), num_rows * num_columns // self.side**2)
+        block, part = divmod(within, num_rows // self.side)
+        data = self.tiles.data.view(-1, num_rows, num_columns)[tile]
+        rows, columns = (slice(i * self.side, (i + 1) * self.side) for i in (part, block))
+        return Shared(data[rows, columns])
 
 
 @dataclass
@@ -216,7 +239,25 @@ def _tma_load(desc: Descriptor, coordinates: list[Any], barrier: Barrier, smem: 
 
 def _tma_store(desc: Descriptor, coordinates: list[Any], smem: Shared) -> None:
     view, place = desc.rows(coordinates)
-    view.copy_(smem.data[place])
+    _local.leaving.append(lambda: view.copy_(smem.data[place]))
+
+
+_adding = threading.Lock()
+
+
+def _tma_add(desc: Descriptor, coordinates: list[Any], smem: Shared) -> None:
+    view, place = desc.rows(coordinates)
+
+    def add() -> None:
+        with _adding:
+            view.add_(smem.data[place])
+
+    _local.leaving.append(add)
+
+
+def _store_wait(num_outstanding: int) -> None:
+    while len(_local.leaving) > num_outstanding:
+        _local.leaving.pop(0)()
 
 
 def _warp_specialize(partitions: Any, worker_num_warps: list[int], worker_num_regs: list[int]) -> None:
@@ -225,11 +266,13 @@ def _warp_specialize(partitions: Any, worker_num_warps: list[int], worker_num_re
     program = _local.program
 
     def run(function: Callable[..., None], args: tuple[Any, ...]) -> None:
-        _local.program, _local.in_flight, _local.failed = program, [], lambda: bool(failures)
+        _local.program, _local.in_flight, _local.leaving = program, [], []
+        _local.failed = lambda: bool(failures)
         try:
             with torch.no_grad():  # a setting of each thread
                 function(*args)
             assert not _local.in_flight, "a group ends with products in flight"
+            assert not _local.leaving, "a group ends while its shared memory is read"
         except BaseException as error:
             failures.append(error)
 
@@ -318,7 +361,7 @@ def _hopper() -> ModuleType:
     hopper.tma = SimpleNamespace(
         async_copy_global_to_shared=_tma_load,
         async_copy_shared_to_global=_tma_store,
-        store_wait=lambda _: None,
+        store_wait=_store_wait,
     )
     return hopper
 
@@ -341,6 +384,9 @@ def simulated_hopper() -> Any:
     scores: Any = ModuleType("scores")
     scores.LOG2E, scores.LN2 = math.log2(math.e), math.log(2)
     fakes["ratoon.attention.triton.scores"] = scores
+    adding: Any = ModuleType("add_to_global")
+    adding.add_to_global = _tma_add
+    fakes[f"{package}.add_to_global"] = adding
     names = tuple(f"{package}.{module}" for module in _MODULES)
     with replaced_modules(fakes, dropped=names):
         return importlib.import_module(f"{package}.launch")

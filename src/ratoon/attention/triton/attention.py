@@ -20,7 +20,7 @@ from ratoon.attention.triton import portable
 from ratoon.attention.triton.backward import add_parts_kernel, row_terms_kernel
 from ratoon.attention.triton.blocks import HOPPER_BLOCKS, Blocks, HopperBlocks, choose_blocks
 from ratoon.attention.triton.descriptors import empty_aligned, empty_row_terms, padded_head_dim
-from ratoon.attention.triton.schedule import build_key_schedule, build_row_schedule
+from ratoon.attention.triton.schedule import KeySchedule, build_key_schedule, build_row_schedule
 
 TERMS_ROWS = 64
 """Rows whose terms one program takes: memory-bound, so any size does."""
@@ -59,19 +59,14 @@ def backward(
     num_workers = max(_machine(plan.device).num_multiprocessors // Hkv, 1)
     items = plan.schedule(build_key_schedule, blocks.item_rows, blocks.item_keys, num_workers)
     rows = plan.schedule(build_row_schedule, blocks.rows, blocks.keys)
-    lse2_HT, means_HT = _row_terms(out_THE, dout_THE, lse_HT)
+    lse2_HT, means_HT = row_terms(out_THE, dout_THE, lse_HT)
     gradients = tuple(empty_aligned(T, heads, dim, q_THD) for heads, dim in ((Hq, D), (Hkv, D), (Hkv, E)))
     parts = tuple(q_THD.new_empty(items.num_slots, Hkv, blocks.item_keys, dim, dtype=torch.float32) for dim in (D, E))
     launches.backward(
         dout_THE, q_THD, k_THD, v_THE, lse2_HT, means_HT, gradients, parts, plan, scoring, items, rows, blocks
     )
     dq_THD, dk_THD, dv_THE = gradients
-    num_split = items.split_tile_X.shape[0]
-    for part, grad in zip(parts, (dk_THD, dv_THE), strict=True) if num_split else ():
-        add_parts_kernel[(num_split, Hkv)](
-            part, grad, items.split_tile_X, items.split_slots, *grad.stride()[:2], T, Hkv,
-            D=grad.shape[2], BLOCK_D=padded_head_dim(grad.shape[2]), BLOCK_N=blocks.item_keys,
-        )  # fmt: skip
+    add_parts(parts, (dk_THD, dv_THE), items, blocks.item_keys)
     return dq_THD, dk_THD, dv_THE
 
 
@@ -89,7 +84,18 @@ def _choose(
     return portable, choose_blocks(head_bytes, machine.shared_memory_bytes)
 
 
-def _row_terms(out_THE: Tensor, dout_THE: Tensor, lse_HT: Tensor) -> tuple[Tensor, Tensor]:
+def add_parts(parts: tuple[Tensor, ...], gradients: tuple[Tensor, ...], items: KeySchedule, item_keys: int) -> None:
+    """Writes dk and dv of the tiles that the schedule splits."""
+    num_split = items.split_tile_X.shape[0]
+    for part, grad in zip(parts, gradients, strict=True) if num_split else ():
+        T, Hkv, D = grad.shape
+        add_parts_kernel[(num_split, Hkv)](
+            part, grad, items.split_tile_X, items.split_slots, *grad.stride()[:2], T, Hkv,
+            D=D, BLOCK_D=padded_head_dim(D), BLOCK_N=item_keys,
+        )  # fmt: skip
+
+
+def row_terms(out_THE: Tensor, dout_THE: Tensor, lse_HT: Tensor) -> tuple[Tensor, Tensor]:
     """[Hq, T] fp32: log-sum-exps in base 2, and out . dout."""
     T, Hq, E = out_THE.shape
     lse2_HT, means_HT = (empty_row_terms(Hq, T, lse_HT) for _ in range(2))

@@ -13,6 +13,7 @@ takes exponentials.
 # Gluon's functions are typed for its compiler, not for who reads a call.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+# pyright: reportPossiblyUnboundVariable=false
 
 # Shape letters: T rows, H heads (Hq query, Hkv key and value), D head dim, M rows of a tile, N keys of a group.
 
@@ -40,20 +41,33 @@ NUM_SLOTS = gl.constexpr(2)
 
 @gluon.jit
 def squares(smem, NUM_SQUARES: gl.constexpr):
-    """Tiles [.., 64, columns] as [squares, 64, 64]: in memory, columns come in blocks of 128 bytes."""
+    """Tiles as [squares, 64, 64]: in memory, rows of a tile follow one another, in blocks of 64 columns."""
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return smem._reinterpret(smem.dtype, [NUM_SQUARES, BLOCK, BLOCK], layout)
 
 
 @gluon.jit
-def square_in_loop(smem, index, count):
-    """`matrix_in_loop` for one of `squares`."""
-    return smem.index(index + (count >> 31))
+def rows_of_tile(smem, stage, part: gl.constexpr, NUM_PARTS: gl.constexpr):
+    """[64, D] of a visiting tile; of several parts, when D is 64."""
+    if NUM_PARTS == 1:
+        rows = matrix(smem, stage)
+    else:
+        rows = squares(smem, smem.shape[0] * NUM_PARTS).index(stage * NUM_PARTS + part)
+    return rows
+
+
+@gluon.jit
+def terms_of_rows(smem, stage, part: gl.constexpr, NUM_PARTS: gl.constexpr, PRODUCTS: gl.constexpr):
+    """[64] of what goes with `rows_of_tile`."""
+    terms = smem.index(stage).reshape([NUM_PARTS * BLOCK])
+    if NUM_PARTS > 1:
+        terms = terms.slice(part * BLOCK, BLOCK)
+    return terms.load(gl.SliceLayout(0, PRODUCTS))
 
 
 @gluon.jit
 def multiply_keys(
-    dscores_squares, k_squares, count,
+    dscores_smem, k_squares, count,
     GROUP_INDEX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """The group's half of dQ, [64, 64], of the tile before the count-th: two products in flight."""
@@ -63,8 +77,8 @@ def multiply_keys(
         # A head of 128 is two squares wide; a tile of rows, for a head of 64, is two squares high.
         of_rows = ((count % NUM_SLOTS) * NUM_GROUPS + keys) * (BLOCK_M // BLOCK) + GROUP_INDEX * (BLOCK_M // BLOCK - 1)
         of_columns = keys * (BLOCK_D // BLOCK) + GROUP_INDEX * (BLOCK_D // BLOCK - 1)
-        dscores = dscores_squares.index(of_rows)
-        k = square_in_loop(k_squares, of_columns, count)
+        dscores = dscores_smem.index(of_rows)
+        k = k_squares.index(of_columns + (count >> 31))  # as in `matrix_in_loop`
         dq = warpgroup_mma(dscores.permute([1, 0]), k, dq, use_acc=keys > 0, is_async=True)
     return dq
 
@@ -84,20 +98,6 @@ def add_half(dq, dq_desc, dq_smem, place):
 
 
 @gluon.jit
-def leave_score_gradients(
-    dscores16, dscores_smem, dscores_ready, count, GROUP_INDEX: gl.constexpr,
-):  # fmt: skip
-    """Score gradients [N, M] of the tile before the count-th, for both groups. Nobody reads their slot any more:
-
-    the other group has left those of the last tile, and before that it waited for its products of the slot.
-    """
-    slot = count % NUM_SLOTS
-    dscores_smem.index(slot * NUM_GROUPS + GROUP_INDEX).store(dscores16)
-    fence_async_shared()  # the tensor cores read what ordinary stores wrote
-    mbarrier.arrive(dscores_ready.index(slot))
-
-
-@gluon.jit
 def add_rows(
     k_smem, v_smem, q_smem, dout_smem, lse2_smem, means_smem, dscores_smem, dq_desc, dq_smem,
     ready, free, dscores_ready, dk, dv, count, last_place,
@@ -107,7 +107,7 @@ def add_rows(
     NUM_STAGES: gl.constexpr, IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Adds one list of row tiles to dK and dV, [N, D] each, and dQ of all tiles but the last to the sums."""
-    dscores_squares = squares(dscores_smem, NUM_SLOTS * NUM_GROUPS * (BLOCK_M // BLOCK))
+    NUM_PARTS: gl.constexpr = BLOCK_M // BLOCK
     k_squares = squares(k_smem, NUM_GROUPS * (BLOCK_D // BLOCK))
     for interval in range(gl.load(offsets_ptr + item), gl.load(offsets_ptr + item + 1)):
         start = gl.load(start_ptr + interval)
@@ -115,34 +115,52 @@ def add_rows(
         for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
             for row_tile in range(start, end):
                 mbarrier.wait(dscores_ready.index(count % NUM_SLOTS), (count // NUM_SLOTS) & 1)
-                dq = multiply_keys(dscores_squares, k_squares, count, GROUP_INDEX, BLOCK_M, BLOCK_D)
+                dq = multiply_keys(dscores_smem, k_squares, count, GROUP_INDEX, BLOCK_M, BLOCK_D)
                 stage = count % NUM_STAGES
-                mbarrier.wait(ready.index(stage), (count // NUM_STAGES) & 1)
-                q, dout = matrix(q_smem, stage), matrix(dout_smem, stage)
-                none = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, PRODUCTS)
-                products = warpgroup_mma(
-                    matrix_in_loop(k_smem, GROUP_INDEX, count), q.permute([1, 0]), none, use_acc=False, is_async=True
-                )
+                count += 1
+                slot = (count % NUM_SLOTS) * NUM_GROUPS + GROUP_INDEX
+                mbarrier.wait(ready.index(stage), ((count - 1) // NUM_STAGES) & 1)
+                none = gl.zeros([BLOCK_N, BLOCK], gl.float32, PRODUCTS)
+                q = rows_of_tile(q_smem, stage, 0, NUM_PARTS)
+                k = matrix_in_loop(k_smem, GROUP_INDEX, count)
+                products = warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
                 dq = warpgroup_mma_wait(1, deps=[dq])
                 add_half(dq, dq_desc, dq_smem, last_place)
-                dprobs = warpgroup_mma(
-                    matrix_in_loop(v_smem, GROUP_INDEX, count), dout.permute([1, 0]), none, use_acc=False, is_async=True
-                )
-                lse2 = lse2_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, PRODUCTS))
-                products = warpgroup_mma_wait(1, deps=[products])
-                probs = probabilities(
-                    products, lse2, row_tile * BLOCK_M, keys, lifetime, key_positions, positions_ptr,
-                    T, factor, window, PRODUCTS, BLOCK_M, IS_PARTIAL, HAS_WINDOW,
-                )  # fmt: skip
-                probs16 = gl.convert_layout(probs.to(q_smem.dtype), gl.DotOperandLayout(0, GRADS, 2))
-                means = means_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, PRODUCTS))
-                dv = warpgroup_mma(probs16, dout, dv, is_async=True)
-                dprobs = warpgroup_mma_wait(1, deps=[dprobs])
-                dscores = (probs * (dprobs - means[None, :])).to(q_smem.dtype)
-                dscores16 = gl.convert_layout(dscores, gl.DotOperandLayout(0, GRADS, 2))
-                dk = warpgroup_mma(dscores16, q, dk, is_async=True)
-                count += 1
-                leave_score_gradients(dscores, dscores_smem, dscores_ready, count, GROUP_INDEX)
+                for part in gl.static_range(NUM_PARTS):
+                    q, dout = (
+                        rows_of_tile(q_smem, stage, part, NUM_PARTS),
+                        rows_of_tile(dout_smem, stage, part, NUM_PARTS),
+                    )
+                    dprobs = warpgroup_mma(
+                        matrix_in_loop(v_smem, GROUP_INDEX, count), dout.permute([1, 0]), none,
+                        use_acc=False, is_async=True,
+                    )  # fmt: skip
+                    if part + 1 < NUM_PARTS:
+                        next_q = rows_of_tile(q_smem, stage, part + 1, NUM_PARTS)
+                        next_products = warpgroup_mma(
+                            matrix_in_loop(k_smem, GROUP_INDEX, count), next_q.permute([1, 0]), none,
+                            use_acc=False, is_async=True,
+                        )  # fmt: skip
+                    lse2 = terms_of_rows(lse2_smem, stage, part, NUM_PARTS, PRODUCTS)
+                    products = warpgroup_mma_wait(NUM_PARTS if part == 0 else 3, deps=[products])
+                    probs = probabilities(
+                        products, lse2, row_tile * BLOCK_M + part * BLOCK, keys, lifetime, key_positions, positions_ptr,
+                        T, factor, window, PRODUCTS, BLOCK, IS_PARTIAL, HAS_WINDOW,
+                    )  # fmt: skip
+                    probs16 = gl.convert_layout(probs.to(q_smem.dtype), gl.DotOperandLayout(0, GRADS, 2))
+                    means = terms_of_rows(means_smem, stage, part, NUM_PARTS, PRODUCTS)
+                    dv = warpgroup_mma(probs16, dout, dv, is_async=True)
+                    dprobs = warpgroup_mma_wait(NUM_PARTS if part == 0 else 1, deps=[dprobs])
+                    dscores = (probs * (dprobs - means[None, :])).to(q_smem.dtype)
+                    dscores16 = gl.convert_layout(dscores, gl.DotOperandLayout(0, GRADS, 2))
+                    dk = warpgroup_mma(dscores16, q, dk, is_async=True)
+                    # Nobody reads the slot any more: the other group has left the last tile's score gradients, and
+                    # before that it waited for its products of the tile before.
+                    dscores_smem.index(slot * NUM_PARTS + part).store(dscores)
+                    if part + 1 < NUM_PARTS:
+                        products = next_products
+                fence_async_shared()  # the tensor cores read what ordinary stores wrote
+                mbarrier.arrive(dscores_ready.index(count % NUM_SLOTS))
                 # Nothing may be in flight at the loop's end: the assembler would wait for every product.
                 dk, dv, _, _ = warpgroup_mma_wait(0, deps=[dk, dv, probs16, dscores16])
                 mbarrier.arrive(free.index(stage))
@@ -162,7 +180,7 @@ def gradients_of_keys(
     NUM_STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: 64 keys, and half of what each tile of rows gets of all 128."""
-    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     first_key = tile * (BLOCK_N * NUM_GROUPS) + GROUP_INDEX * BLOCK_N
     keys = first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, PRODUCTS))
@@ -179,8 +197,11 @@ def gradients_of_keys(
     count = gl.to_tensor(0)
     first_tile = tile * (BLOCK_N * NUM_GROUPS) // BLOCK_M
     last_place = (first_tile * num_heads + kv_head * GROUP) * NUM_GROUPS + GROUP_INDEX
-    none = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, PRODUCTS).to(q_smem.dtype)
-    leave_score_gradients(none, dscores_smem, dscores_ready, count, GROUP_INDEX)
+    none = gl.zeros([BLOCK_N, BLOCK], gl.float32, PRODUCTS).to(q_smem.dtype)
+    for part in gl.static_range(BLOCK_M // BLOCK):
+        dscores_smem.index(GROUP_INDEX * (BLOCK_M // BLOCK) + part).store(none)
+    fence_async_shared()
+    mbarrier.arrive(dscores_ready.index(0))
     for group in gl.static_range(NUM_GROUPS):
         mbarrier.wait(own_ready.index(group), 0)
     dk, dv, count, last_place = add_rows(
@@ -198,10 +219,8 @@ def gradients_of_keys(
         PRODUCTS, GRADS, GROUP_INDEX, GROUP, num_heads, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, False, HAS_WINDOW,
     )  # fmt: skip
     mbarrier.wait(dscores_ready.index(count % NUM_SLOTS), (count // NUM_SLOTS) & 1)
-    dq = multiply_keys(
-        squares(dscores_smem, NUM_SLOTS * NUM_GROUPS * (BLOCK_M // BLOCK)),
-        squares(k_smem, NUM_GROUPS * (BLOCK_D // BLOCK)), count, GROUP_INDEX, BLOCK_M, BLOCK_D,
-    )  # fmt: skip
+    k_squares = squares(k_smem, NUM_GROUPS * (BLOCK_D // BLOCK))
+    dq = multiply_keys(dscores_smem, k_squares, count, GROUP_INDEX, BLOCK_M, BLOCK_D)
     dq = warpgroup_mma_wait(0, deps=[dq])
     mbarrier.arrive(keys_spent.index(0))
     add_half(dq, dq_desc, half_smem, last_place)
@@ -215,12 +234,12 @@ def gradients_of_keys(
         tma.async_copy_shared_to_global(dk_desc, [first_key, kv_head, 0], k_smem.index(GROUP_INDEX))
         tma.async_copy_shared_to_global(dv_desc, [first_key, kv_head, 0], v_smem.index(GROUP_INDEX))
     else:
-        part = (slot.to(gl.int64) * num_kv_heads + kv_head) * (BLOCK_N * NUM_GROUPS) + GROUP_INDEX * BLOCK_N
+        place = (slot.to(gl.int64) * num_kv_heads + kv_head) * (BLOCK_N * NUM_GROUPS) + GROUP_INDEX * BLOCK_N
         offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, GRADS))
         offs_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, GRADS))
-        offs = (part + offs_n)[:, None] * D + offs_d[None, :]
-        gl.store(dk_parts_ptr + offs, dk)
-        gl.store(dv_parts_ptr + offs, dv)
+        offs = (place + offs_n)[:, None] * D + offs_d[None, :]
+        gl.store(dk_parts_ptr + offs, dk, mask=(offs_d < D)[None, :])
+        gl.store(dv_parts_ptr + offs, dv, mask=(offs_d < D)[None, :])
     tma.store_wait(0)
 
 
@@ -244,7 +263,7 @@ def adding_kernel(
     k_smem, v_smem = allocate(k_desc, NUM_GROUPS), allocate(v_desc, NUM_GROUPS)
     lse2_smem, means_smem = allocate(lse2_desc, NUM_STAGES), allocate(means_desc, NUM_STAGES)
     dscores_smem = gl.allocate_shared_memory(
-        k_desc.dtype, [NUM_SLOTS * NUM_GROUPS, BLOCK_N, BLOCK_M],
+        k_desc.dtype, [NUM_SLOTS * NUM_GROUPS * (BLOCK_M // BLOCK), BLOCK, BLOCK],
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
     )  # fmt: skip
     dq_smem = allocate(dq_desc, NUM_GROUPS)

@@ -16,6 +16,7 @@ from ratoon.attention.kernel import Scoring
 from ratoon.attention.plan import AttentionPlan
 from ratoon.attention.triton.blocks import HopperBlocks
 from ratoon.attention.triton.descriptors import aligned, padded_head_dim
+from ratoon.attention.triton.hopper.adding import adding_kernel
 from ratoon.attention.triton.hopper.backward import backward_kernel
 from ratoon.attention.triton.hopper.backward_wide import backward_wide_kernel
 from ratoon.attention.triton.hopper.forward import forward_kernel
@@ -95,6 +96,25 @@ def backward(
     )  # fmt: skip
 
 
+def backward_adding(
+    dout_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, lse2_HT: Tensor, means_HT: Tensor,
+    sums_RHMD: Tensor, dk_THD: Tensor, dv_THD: Tensor, parts: tuple[Tensor, Tensor],
+    plan: AttentionPlan, scoring: Scoring, items: KeySchedule, item_rows: int, item_stages: int,
+) -> None:  # fmt: skip
+    """Adds dq, before its scale, to the sums [tiles, Hq, M, D]; writes dk and dv, and the parts of split tiles."""
+    T, Hq, D = q_THD.shape
+    Hkv = k_THD.shape[1]
+    adding_kernel[(items.tile_I.shape[0] * Hkv,)](
+        *(_tiles(x, item_rows) for x in (q_THD, dout_THD)),
+        *(_tiles(x, GROUP_ROWS) for x in (k_THD, v_THD, dk_THD, dv_THD)),
+        _sums(sums_RHMD), *(_row_terms(x, item_rows) for x in (lse2_HT, means_HT)),
+        *parts, plan.expiry_T, plan.positions_T, items.tile_I, items.slot_I, *items.full, *items.partial,
+        T, Hkv, scoring.softmax_scale, plan.window,
+        GROUP=Hq // Hkv, D=D, BLOCK_M=item_rows, BLOCK_N=GROUP_ROWS, NUM_STAGES=item_stages,
+        HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
 def _tiles(tensor_THD: Tensor, num_rows: int, num_columns: int | None = None) -> TensorDescriptor:
     """Tiles of `num_rows` rows of one head, padded or some columns; what lies outside the tensor reads as zeros."""
     aligned_THD = aligned(tensor_THD)
@@ -112,3 +132,11 @@ def _tile_layout(block: tuple[int, int, int]) -> gl.NVMMASharedLayout:
 def _row_terms(terms_HT: Tensor, num_rows: int) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return TensorDescriptor(terms_HT, list(terms_HT.shape), list(terms_HT.stride()), [1, num_rows], layout)
+
+
+def _sums(sums_RHMD: Tensor) -> TensorDescriptor:
+    """Halves of tiles, each in rows of 128 bytes."""
+    block = [2 * GROUP_ROWS, GROUP_ROWS // 2]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    rows = sums_RHMD.view(-1, block[1])
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), block, layout)

@@ -1,0 +1,122 @@
+"""The backward kernel that adds dQ to sums, against float64: on a simulator here, as compiled on a Hopper GPU."""
+
+# A Triton launch takes a kernel's runtime arguments and its constants in one call.
+# pyright: reportCallIssue=false
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.attention.oracle import Case, assert_within_error_budget, dense_mask, make_case, make_chain, make_groups
+from tests.attention.triton.gluon_simulator import simulated_hopper
+from torch import Tensor
+
+from ratoon.attention import AttentionPlan, reference
+from ratoon.attention.autograd import KernelPair, attend
+from ratoon.attention.kernel import Scoring
+from ratoon.attention.triton import adding
+from ratoon.layout import PackedLayout, pack_documents
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+
+# Tiles have 64 or 128 rows: these have full tiles, partial ones, and rows behind the last whole tile.
+GROUPS = make_groups((150, [70, 130, 1]), (5, [140]))
+CHAIN = make_chain(3, 61)
+DOCUMENTS = pack_documents([[1] * n for n in (260, 1, 97)])
+KERNELS = KernelPair(forward=reference.forward, backward=adding.backward)
+
+
+@pytest.fixture(autouse=True)
+def hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    if HAS_GPU:
+        if torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("not a Hopper GPU")
+        return
+    launch = simulated_hopper()
+    monkeypatch.setattr(adding, "import_module", lambda _: launch)
+
+
+def with_plan(plan: AttentionPlan) -> Callable[[Case], Tensor]:
+    def attention(case: Case) -> Tensor:
+        scoring = Scoring(softmax_scale=case.q_THD.shape[2] ** -0.5)
+        return attend(
+            case.q_THD, case.k_THD, case.v_THE, case.sinks_H, plan, scoring, KERNELS, deterministic=False
+        )  # fmt: skip
+
+    return attention
+
+
+def check(layout: PackedLayout, case: Case, dtype: torch.dtype = torch.bfloat16, window: int | None = None) -> None:
+    plan = AttentionPlan.build(layout, DEVICE, window)
+    assert_within_error_budget(with_plan(plan), case.to(dtype, DEVICE), dense_mask(layout, window).to(DEVICE))
+
+
+@pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))
+@pytest.mark.parametrize("layout", [GROUPS, CHAIN, DOCUMENTS], ids=["groups", "chain", "documents"])
+def test_forests(layout: PackedLayout, head_dim: int):
+    check(layout, make_case(layout, heads=(2, 1), head_dim=head_dim))
+
+
+@pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))
+@pytest.mark.parametrize("window", [20, 200])
+def test_windows_and_sinks(window: int, head_dim: int):
+    case = make_case(GROUPS, heads=(2, 1), head_dim=head_dim, has_sinks=True)
+    check(GROUPS, case, window=window)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (3, 3), (8, 2)])
+def test_heads(heads: tuple[int, int]):
+    check(CHAIN, make_case(CHAIN, heads=heads, head_dim=128), torch.float16)
+
+
+@pytest.mark.parametrize("head_dim", [36, 80])
+def test_head_dims_between_the_kernels_own(head_dim: int):
+    """The copy engine reads zeros behind a head's last column, and writes nothing there."""
+    check(CHAIN, make_case(CHAIN, heads=(2, 1), head_dim=head_dim))
+
+
+@pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))
+@pytest.mark.parametrize("num_rows", [1, 63, 65, 127, 128, 257])
+def test_rows_around_the_borders_of_tiles(num_rows: int, head_dim: int):
+    layout = make_groups((num_rows, [3]))
+    check(layout, make_case(layout, heads=(1, 1), head_dim=head_dim))
+
+
+@pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))
+def test_a_prompt_below_many_rows_is_split_and_added_up(head_dim: int):
+    layout = make_groups((40, [90] * 8))
+    check(layout, make_case(layout, heads=(2, 1), head_dim=head_dim))
+
+
+@pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))
+def test_sums_are_put_in_order(head_dim: int):
+    """A thread of warp w and lane l holds rows 16w + l // 4 and 8 more of columns 2(l % 4) and one more of each 8."""
+    num_rows = adding.ADDING_BLOCKS[head_dim].rows
+    sums = torch.arange(num_rows * head_dim, dtype=torch.float32, device=DEVICE)
+    dq_THD = torch.empty(num_rows, 1, head_dim, device=DEVICE)
+    adding.finish_kernel[(1, 1)](
+        sums, dq_THD, *dq_THD.stride()[:2], num_rows, 1, 1.0,
+        D=head_dim, BLOCK_M=num_rows, BLOCK_D=head_dim,
+    )  # fmt: skip
+    wanted_THD = torch.empty(num_rows, 1, head_dim)
+    for index in range(num_rows * head_dim):
+        half, rest = divmod(index, 64 * 64)
+        eight, rest = divmod(rest, 512)
+        thread, held = divmod(rest, 4)
+        row = thread // 32 * 16 + held // 2 * 8 + thread % 32 // 4
+        column = eight * 8 + thread % 4 * 2 + held % 2
+        place = (row, 0, 64 * half + column) if head_dim == 128 else (64 * half + row, 0, column)
+        wanted_THD[place] = index
+    assert torch.equal(dq_THD.cpu(), wanted_THD)
+
+
+def test_who_asks_for_the_same_bits_is_refused():
+    plan = AttentionPlan.build(CHAIN, DEVICE)
+    case = make_case(CHAIN, heads=(1, 1), head_dim=64).to(torch.bfloat16, DEVICE)
+    out_THE, lse_HT = reference.forward(case.q_THD, case.k_THD, case.v_THE, None, plan, Scoring(softmax_scale=0.125))
+    with pytest.raises(AssertionError, match="order"):
+        adding.backward(
+            case.dout_THE, case.q_THD, case.k_THD, case.v_THE, out_THE, lse_HT, plan, Scoring(softmax_scale=0.125),
+            deterministic=True,
+        )  # fmt: skip
