@@ -71,7 +71,7 @@ def backward(
     dq_THD, dk_THD, dv_THE = (empty_aligned(T, heads, D, q_THD) for heads in (Hq, Hkv, Hkv))
     num_tiles = -(-T // blocks.rows)
     sums_RHMD = q_THD.new_zeros(num_tiles, Hq, blocks.rows, block_D, dtype=torch.float32)
-    dk_parts, dv_parts = q_THD.new_empty(2, items.num_slots, Hkv, ITEM_KEYS, D, dtype=torch.float32)
+    dk_parts, dv_parts = (q_THD.new_empty(items.num_slots, Hkv, ITEM_KEYS, D, dtype=torch.float32) for _ in range(2))
     launches = import_module("ratoon.attention.triton.hopper.launch")
     launches.backward_adding(
         dout_THE, q_THD, k_THD, v_THE, lse2_HT, means_HT, sums_RHMD, dk_THD, dv_THE, (dk_parts, dv_parts),
