@@ -101,10 +101,13 @@ def _forward_level(
 
 
 def _runs(runs: OwnRuns | CoveringLevel) -> tuple[Tensor, Tensor, int, int]:
-    """Offsets of queries and of keys, and the longest run of each."""
+    """Offsets of queries and of keys, and the longest run of each.
+
+    For a longest run of one query torch regroups query heads that share a key head, as if every run had one.
+    """
     if isinstance(runs, OwnRuns):
-        return runs.offsets, runs.offsets, runs.max_rows, runs.max_rows
-    return runs.query_offsets, runs.key_offsets, runs.max_queries, runs.max_keys
+        return runs.offsets, runs.offsets, max(runs.max_rows, 2), runs.max_rows
+    return runs.query_offsets, runs.key_offsets, max(runs.max_queries, 2), runs.max_keys
 
 
 def _dropout_state(device: torch.device) -> tuple[Tensor, Tensor]:

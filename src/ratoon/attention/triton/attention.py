@@ -81,7 +81,7 @@ def _choose(
     if is_for_hopper and block_D in HOPPER_BLOCKS and (block_D == D or not HOPPER_BLOCKS[block_D].is_wide):
         return import_module("ratoon.attention.triton.hopper.launch"), HOPPER_BLOCKS[block_D]
     head_bytes = max(padded_head_dim(D), padded_head_dim(E)) * q_THD.element_size()
-    return portable, choose_blocks(head_bytes, machine.shared_memory_bytes)
+    return portable, choose_blocks(head_bytes, q_THD.element_size(), machine.shared_memory_bytes)
 
 
 def add_parts(parts: tuple[Tensor, ...], gradients: tuple[Tensor, ...], items: KeySchedule, item_keys: int) -> None:

@@ -71,6 +71,13 @@ _SMALL_SHARED_MEMORY = (
 )
 
 
+# Float32 is multiplied without tensor cores: larger tiles take minutes to compile.
+_FLOAT32 = (
+    (512, Blocks(32, 32, 4, 1, False, 32, 32, 32, 32, 4, 1)),
+    (2048, Blocks(16, 16, 4, 1, False, 16, 16, 16, 16, 4, 1)),
+)
+
+
 HOPPER_BLOCKS = {
     64: HopperBlocks(128, 128, 2, 64, 128, 2, 128, 128, 2, 2),
     128: HopperBlocks(128, 128, 2, 64, 128, 3, 128, 64, 2, 2),
@@ -80,12 +87,12 @@ HOPPER_BLOCKS = {
 """By head dim, padded, of queries, keys and values alike: the calls that the kernels in `hopper` serve."""
 
 
-def choose_blocks(head_bytes: int, shared_memory_bytes: int | None) -> Blocks:
+def choose_blocks(head_bytes: int, element_size: int, shared_memory_bytes: int | None) -> Blocks:
     """head_bytes: of the larger head, padded. None bytes of shared memory: the interpreter, for which small is fast."""
     if shared_memory_bytes is None:
         return _SMALLEST
-    table = _HOPPER if shared_memory_bytes >= 200 * 1024 else _SMALL_SHARED_MEMORY
-    for largest, blocks in table:
+    of_machine = _HOPPER if shared_memory_bytes >= 200 * 1024 else _SMALL_SHARED_MEMORY
+    for largest, blocks in _FLOAT32 if element_size == 4 else of_machine:
         if head_bytes <= largest:
             return blocks
     raise AssertionError(f"a head of {head_bytes} bytes is over what the registry lets through")
