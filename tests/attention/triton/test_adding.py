@@ -4,6 +4,7 @@
 # pyright: reportCallIssue=false
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,6 +88,12 @@ def test_rows_around_the_borders_of_tiles(num_rows: int, head_dim: int):
 def test_a_prompt_below_many_rows_is_split_and_added_up(head_dim: int):
     layout = make_groups((40, [90] * 8))
     check(layout, make_case(layout, heads=(2, 1), head_dim=head_dim))
+
+
+@pytest.mark.parametrize("layout", [GROUPS, CHAIN, make_groups((1, [1]))], ids=["groups", "chain", "one tile"])
+def test_groups_may_drift_two_tiles_apart(monkeypatch: pytest.MonkeyPatch, layout: PackedLayout):
+    monkeypatch.setattr(adding, "ADDING_BLOCKS", {128: replace(adding.ADDING_BLOCKS[128], lag=2)})
+    check(layout, make_case(layout, heads=(4, 2), head_dim=128))
 
 
 @pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))

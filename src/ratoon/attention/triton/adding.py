@@ -43,6 +43,12 @@ class AddingBlocks:
     stages: int
     """Visiting tiles that shared memory holds at once."""
 
+    lag: int = 1
+    """Tiles between a tile's score gradients and their product with keys, 1 or 2: as far as the groups may drift apart.
+
+    Shared memory holds twice as many tiles' score gradients.
+    """
+
     max_share_parts: int = 1
     """An item takes at most one part in so many of a multiprocessor's share: finer items balance better."""
 
@@ -75,7 +81,7 @@ def backward(
     launches = import_module("ratoon.attention.triton.hopper.launch")
     launches.backward_adding(
         dout_THE, q_THD, k_THD, v_THE, lse2_HT, means_HT, sums_RHMD, dk_THD, dv_THE, (dk_parts, dv_parts),
-        plan, scoring, items, blocks.rows, blocks.stages,
+        plan, scoring, items, blocks.rows, blocks.stages, blocks.lag,
     )  # fmt: skip
     finish_kernel[(num_tiles, Hq)](
         sums_RHMD, dq_THD, *dq_THD.stride()[:2], T, Hq, scoring.softmax_scale,

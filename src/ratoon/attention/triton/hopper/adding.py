@@ -35,9 +35,6 @@ from ratoon.attention.triton.scores import LOG2E
 BLOCK = gl.constexpr(64)
 """Side of the squares that a product for dQ is made of: a group's keys, and half a tile's rows or columns."""
 
-NUM_SLOTS = gl.constexpr(2)
-"""Of score gradients: a group writes one while the other group may still read the last one."""
-
 
 @gluon.jit
 def squares(smem, NUM_SQUARES: gl.constexpr):
@@ -67,15 +64,17 @@ def terms_of_rows(smem, stage, part: gl.constexpr, NUM_PARTS: gl.constexpr, PROD
 
 @gluon.jit
 def multiply_keys(
-    dscores_smem, k_squares, count,
-    GROUP_INDEX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    dscores_smem, dscores_ready, k_squares, count,
+    GROUP_INDEX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
-    """The group's half of dQ, [64, 64], of the tile before the count-th: two products in flight."""
+    """The group's half of dQ, [64, 64], of the tile LAG before the count-th: two products in flight."""
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    slot = count % (2 * LAG)
+    mbarrier.wait(dscores_ready.index(slot), (count // (2 * LAG)) & 1)
     dq = gl.zeros([BLOCK, BLOCK], gl.float32, HALF)
     for keys in gl.static_range(NUM_GROUPS):
         # A head of 128 is two squares wide; a tile of rows, for a head of 64, is two squares high.
-        of_rows = ((count % NUM_SLOTS) * NUM_GROUPS + keys) * (BLOCK_M // BLOCK) + GROUP_INDEX * (BLOCK_M // BLOCK - 1)
+        of_rows = (slot * NUM_GROUPS + keys) * (BLOCK_M // BLOCK) + GROUP_INDEX * (BLOCK_M // BLOCK - 1)
         of_columns = keys * (BLOCK_D // BLOCK) + GROUP_INDEX * (BLOCK_D // BLOCK - 1)
         dscores = dscores_smem.index(of_rows)
         k = k_squares.index(of_columns + (count >> 31))  # as in `matrix_in_loop`
@@ -100,13 +99,13 @@ def add_half(dq, dq_desc, dq_smem, place):
 @gluon.jit
 def add_rows(
     k_smem, v_smem, q_smem, dout_smem, lse2_smem, means_smem, dscores_smem, dq_desc, dq_smem,
-    ready, free, dscores_ready, dk, dv, count, last_place,
+    ready, free, dscores_ready, dk, dv, count, last_place, next_place,
     offsets_ptr, start_ptr, end_ptr, item, kv_head, keys, lifetime, key_positions, positions_ptr, T, factor, window,
     PRODUCTS: gl.constexpr, GRADS: gl.constexpr, GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, NUM_HEADS,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    NUM_STAGES: gl.constexpr, IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    NUM_STAGES: gl.constexpr, LAG: gl.constexpr, IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Adds one list of row tiles to dK and dV, [N, D] each, and dQ of all tiles but the last to the sums."""
+    """Adds one list of row tiles to dK and dV, [N, D] each, and dQ of tiles up to LAG ago to the sums."""
     NUM_PARTS: gl.constexpr = BLOCK_M // BLOCK
     k_squares = squares(k_smem, NUM_GROUPS * (BLOCK_D // BLOCK))
     for interval in range(gl.load(offsets_ptr + item), gl.load(offsets_ptr + item + 1)):
@@ -114,23 +113,23 @@ def add_rows(
         end = gl.load(end_ptr + interval)
         for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
             for row_tile in range(start, end):
-                mbarrier.wait(dscores_ready.index(count % NUM_SLOTS), (count // NUM_SLOTS) & 1)
-                dq = multiply_keys(dscores_smem, k_squares, count, GROUP_INDEX, BLOCK_M, BLOCK_D)
+                dq = multiply_keys(
+                    dscores_smem, dscores_ready, k_squares, count, GROUP_INDEX, BLOCK_M, BLOCK_D, LAG
+                )  # fmt: skip
                 stage = count % NUM_STAGES
-                count += 1
-                slot = (count % NUM_SLOTS) * NUM_GROUPS + GROUP_INDEX
-                mbarrier.wait(ready.index(stage), ((count - 1) // NUM_STAGES) & 1)
+                mbarrier.wait(ready.index(stage), (count // NUM_STAGES) & 1)
                 none = gl.zeros([BLOCK_N, BLOCK], gl.float32, PRODUCTS)
                 q = rows_of_tile(q_smem, stage, 0, NUM_PARTS)
                 k = matrix_in_loop(k_smem, GROUP_INDEX, count)
                 products = warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
                 dq = warpgroup_mma_wait(1, deps=[dq])
                 add_half(dq, dq_desc, dq_smem, last_place)
+                # Nobody reads the slot any more: the other group has left the score gradients of this count, and before
+                # that it waited for its products of the slot.
+                slot = (count + LAG) % (2 * LAG)
                 for part in gl.static_range(NUM_PARTS):
-                    q, dout = (
-                        rows_of_tile(q_smem, stage, part, NUM_PARTS),
-                        rows_of_tile(dout_smem, stage, part, NUM_PARTS),
-                    )
+                    q = rows_of_tile(q_smem, stage, part, NUM_PARTS)
+                    dout = rows_of_tile(dout_smem, stage, part, NUM_PARTS)
                     dprobs = warpgroup_mma(
                         matrix_in_loop(v_smem, GROUP_INDEX, count), dout.permute([1, 0]), none,
                         use_acc=False, is_async=True,
@@ -147,25 +146,31 @@ def add_rows(
                         products, lse2, row_tile * BLOCK_M + part * BLOCK, keys, lifetime, key_positions, positions_ptr,
                         T, factor, window, PRODUCTS, BLOCK, IS_PARTIAL, HAS_WINDOW,
                     )  # fmt: skip
+                    if part > 0:
+                        last_probs16 = probs16  # noqa: F821: of the last turn
                     probs16 = gl.convert_layout(probs.to(q_smem.dtype), gl.DotOperandLayout(0, GRADS, 2))
                     means = terms_of_rows(means_smem, stage, part, NUM_PARTS, PRODUCTS)
                     dv = warpgroup_mma(probs16, dout, dv, is_async=True)
-                    dprobs = warpgroup_mma_wait(NUM_PARTS if part == 0 else 1, deps=[dprobs])
+                    if part == 0:
+                        dprobs = warpgroup_mma_wait(NUM_PARTS, deps=[dprobs])
+                    else:  # until then the last part's products read their left operands
+                        dprobs, _, _ = warpgroup_mma_wait(1, deps=[dprobs, last_probs16, dscores16])  # noqa: F821
                     dscores = (probs * (dprobs - means[None, :])).to(q_smem.dtype)
                     dscores16 = gl.convert_layout(dscores, gl.DotOperandLayout(0, GRADS, 2))
                     dk = warpgroup_mma(dscores16, q, dk, is_async=True)
-                    # Nobody reads the slot any more: the other group has left the last tile's score gradients, and
-                    # before that it waited for its products of the tile before.
-                    dscores_smem.index(slot * NUM_PARTS + part).store(dscores)
+                    dscores_smem.index((slot * NUM_GROUPS + GROUP_INDEX) * NUM_PARTS + part).store(dscores)
                     if part + 1 < NUM_PARTS:
                         products = next_products
                 fence_async_shared()  # the tensor cores read what ordinary stores wrote
-                mbarrier.arrive(dscores_ready.index(count % NUM_SLOTS))
+                mbarrier.arrive(dscores_ready.index(slot))
                 # Nothing may be in flight at the loop's end: the assembler would wait for every product.
                 dk, dv, _, _ = warpgroup_mma_wait(0, deps=[dk, dv, probs16, dscores16])
                 mbarrier.arrive(free.index(stage))
-                last_place = (row_tile * NUM_HEADS + head) * NUM_GROUPS + GROUP_INDEX
-    return dk, dv, count, last_place
+                place = (row_tile * NUM_HEADS + head) * NUM_GROUPS + GROUP_INDEX
+                last_place = next_place if LAG == 2 else place
+                next_place = place
+                count += 1
+    return dk, dv, count, last_place, next_place
 
 
 @gluon.jit
@@ -177,7 +182,7 @@ def gradients_of_keys(
     item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
     GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    NUM_STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    NUM_STAGES: gl.constexpr, LAG: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: 64 keys, and half of what each tile of rows gets of all 128."""
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -193,37 +198,42 @@ def gradients_of_keys(
     half_smem = dq_smem.index(GROUP_INDEX)
     dk = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, GRADS)
     dv = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, GRADS)
-    # Before the first tile there was one without score gradients: it adds zeros to rows that these keys are.
+    # Before the first tile there were LAG without score gradients: they add zeros to rows that these keys are.
     count = gl.to_tensor(0)
     first_tile = tile * (BLOCK_N * NUM_GROUPS) // BLOCK_M
     last_place = (first_tile * num_heads + kv_head * GROUP) * NUM_GROUPS + GROUP_INDEX
+    next_place = last_place
     none = gl.zeros([BLOCK_N, BLOCK], gl.float32, PRODUCTS).to(q_smem.dtype)
-    for part in gl.static_range(BLOCK_M // BLOCK):
-        dscores_smem.index(GROUP_INDEX * (BLOCK_M // BLOCK) + part).store(none)
+    for lag in gl.static_range(LAG):
+        for part in gl.static_range(BLOCK_M // BLOCK):
+            dscores_smem.index((lag * NUM_GROUPS + GROUP_INDEX) * (BLOCK_M // BLOCK) + part).store(none)
     fence_async_shared()
-    mbarrier.arrive(dscores_ready.index(0))
+    for lag in gl.static_range(LAG):
+        mbarrier.arrive(dscores_ready.index(lag))
     for group in gl.static_range(NUM_GROUPS):
         mbarrier.wait(own_ready.index(group), 0)
-    dk, dv, count, last_place = add_rows(
+    dk, dv, count, last_place, next_place = add_rows(
         k_smem, v_smem, q_smem, dout_smem, lse2_smem, means_smem, dscores_smem, dq_desc, half_smem,
-        ready, free, dscores_ready, dk, dv, count, last_place,
+        ready, free, dscores_ready, dk, dv, count, last_place, next_place,
         partial_offsets_ptr, partial_start_ptr, partial_end_ptr, item, kv_head, keys, lifetime, key_positions,
         positions_ptr, T, factor, window,
-        PRODUCTS, GRADS, GROUP_INDEX, GROUP, num_heads, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, True, HAS_WINDOW,
+        PRODUCTS, GRADS, GROUP_INDEX, GROUP, num_heads, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, True, HAS_WINDOW,
     )  # fmt: skip
-    dk, dv, count, last_place = add_rows(
+    dk, dv, count, last_place, next_place = add_rows(
         k_smem, v_smem, q_smem, dout_smem, lse2_smem, means_smem, dscores_smem, dq_desc, half_smem,
-        ready, free, dscores_ready, dk, dv, count, last_place,
+        ready, free, dscores_ready, dk, dv, count, last_place, next_place,
         full_offsets_ptr, full_start_ptr, full_end_ptr, item, kv_head, keys, lifetime, key_positions,
         positions_ptr, T, factor, window,
-        PRODUCTS, GRADS, GROUP_INDEX, GROUP, num_heads, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, False, HAS_WINDOW,
+        PRODUCTS, GRADS, GROUP_INDEX, GROUP, num_heads, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, False, HAS_WINDOW,
     )  # fmt: skip
-    mbarrier.wait(dscores_ready.index(count % NUM_SLOTS), (count // NUM_SLOTS) & 1)
     k_squares = squares(k_smem, NUM_GROUPS * (BLOCK_D // BLOCK))
-    dq = multiply_keys(dscores_smem, k_squares, count, GROUP_INDEX, BLOCK_M, BLOCK_D)
-    dq = warpgroup_mma_wait(0, deps=[dq])
+    for lag in gl.static_range(LAG):
+        dq = multiply_keys(
+            dscores_smem, dscores_ready, k_squares, count + lag, GROUP_INDEX, BLOCK_M, BLOCK_D, LAG
+        )  # fmt: skip
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        add_half(dq, dq_desc, half_smem, last_place if lag == 0 else next_place)
     mbarrier.arrive(keys_spent.index(0))
-    add_half(dq, dq_desc, half_smem, last_place)
     dk = dk * softmax_scale
     if slot < 0:
         # Keys and values are spent, the keys when both groups are done: their memory takes the gradients.
@@ -251,7 +261,7 @@ def adding_kernel(
     partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
     T, num_kv_heads, softmax_scale, window,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    NUM_STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    NUM_STAGES: gl.constexpr, LAG: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """A program owns an item's keys of one head: BLOCK_N a group. Heads are the fast index, as in the other kernel."""
     item = gl.program_id(0) // num_kv_heads
@@ -263,12 +273,12 @@ def adding_kernel(
     k_smem, v_smem = allocate(k_desc, NUM_GROUPS), allocate(v_desc, NUM_GROUPS)
     lse2_smem, means_smem = allocate(lse2_desc, NUM_STAGES), allocate(means_desc, NUM_STAGES)
     dscores_smem = gl.allocate_shared_memory(
-        k_desc.dtype, [NUM_SLOTS * NUM_GROUPS * (BLOCK_M // BLOCK), BLOCK, BLOCK],
+        k_desc.dtype, [2 * LAG * NUM_GROUPS * (BLOCK_M // BLOCK), BLOCK, BLOCK],
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
     )  # fmt: skip
     dq_smem = allocate(dq_desc, NUM_GROUPS)
     own_ready, ready, free = barriers(NUM_GROUPS, 1), barriers(NUM_STAGES, 1), barriers(NUM_STAGES, NUM_GROUPS)
-    dscores_ready, keys_spent = barriers(NUM_SLOTS, NUM_GROUPS), barriers(1, NUM_GROUPS)
+    dscores_ready, keys_spent = barriers(2 * LAG, NUM_GROUPS), barriers(1, NUM_GROUPS)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -278,7 +288,7 @@ def adding_kernel(
                 own_ready, ready, free, dscores_ready, keys_spent,
                 full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
                 item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
-                0, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, HAS_WINDOW,
+                0, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, HAS_WINDOW,
             )),
             (gradients_of_keys, (
                 dk_desc, dv_desc, dq_desc, dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
@@ -286,7 +296,7 @@ def adding_kernel(
                 own_ready, ready, free, dscores_ready, keys_spent,
                 full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
                 item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
-                1, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, HAS_WINDOW,
+                1, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, HAS_WINDOW,
             )),
             (copy_for_keys, (
                 q_desc, dout_desc, k_desc, v_desc, lse2_desc, means_desc,
