@@ -147,7 +147,7 @@ def add_rows(
                         T, factor, window, PRODUCTS, BLOCK, IS_PARTIAL, HAS_WINDOW,
                     )  # fmt: skip
                     if part > 0:
-                        last_probs16 = probs16  # noqa: F821: of the last turn
+                        last_probs16 = probs16  # noqa: F821
                     probs16 = gl.convert_layout(probs.to(q_smem.dtype), gl.DotOperandLayout(0, GRADS, 2))
                     means = terms_of_rows(means_smem, stage, part, NUM_PARTS, PRODUCTS)
                     dv = warpgroup_mma(probs16, dout, dv, is_async=True)
