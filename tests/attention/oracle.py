@@ -182,7 +182,8 @@ def assert_close(got: list[Tensor], wanted: list[Tensor], tolerance: float) -> N
 def assert_within_error_budget(attention: Callable[[Case], Tensor], case: Case, mask_TT: Tensor) -> None:
     """Largest and RMS error against float64: at most twice those of eager attention in the case's dtype.
 
-    Each with a band of one rounding: of the largest entry, or of all terms that a sum over rows adds up.
+    Each with a band of one rounding: of the largest entry, or of all terms that a sum over rows adds up. In float32 of
+    four, because the exponentials of a GPU are out by some.
     """
     case64 = case.to(torch.float64, str(case.q_THD.device))
     exact = output_and_gradients(lambda case: dense_attention(case, mask_TT), case64)
@@ -196,7 +197,7 @@ def assert_within_error_budget(attention: Callable[[Case], Tensor], case: Case, 
         scales[4] = terms_TH.abs().sum(dim=0).max().item()
     for name, x, y, z, scale in zip(NAMES, ours, eager, exact, scales, strict=False):
         assert x.dtype == case.q_THD.dtype, f"{name} is {x.dtype}"
-        band = torch.finfo(x.dtype).eps * scale
+        band = torch.finfo(x.dtype).eps * scale * (4 if x.dtype == torch.float32 else 1)
         error, allowed = x.double() - z, y.double() - z
         for kind, size in (("largest", _largest), ("RMS", _rms)):
             got, most = size(error), 2 * size(allowed) + band

@@ -163,3 +163,21 @@ def test_numbers_over_the_range_of_exp_do_not_overflow():
     """Scores of some hundreds, and a row whose later keys outweigh its earlier ones by far."""
     case = make_case(GROUPS, heads=(1, 1), head_dim=16, softmax_scale=20.0)
     check_close(GROUPS, case, tolerance=1e-4)  # float32 keeps the scores to 1e-5 of one
+
+
+def test_what_rounded_probabilities_add_up_to_is_what_outputs_are_divided_by():
+    """fp16 probabilities do not add up to the sum of exact ones, which FlashAttention divides by."""
+    layout = pack_documents([[1] * 60] * 3)
+    case, mask_TT = make_case(layout, heads=(2, 2), head_dim=32), dense_mask(layout).to(DEVICE)
+    case16, case64 = case.to(torch.float16, DEVICE), case.to(torch.float16, DEVICE).to(torch.float64, DEVICE)
+    exact_THE = dense_attention(case64, mask_TT)
+    scores_HTT = torch.einsum("qhd,khd->hqk", case64.q_THD, case64.k_THD) * case64.q_THD.shape[2] ** -0.5
+    scores_HTT = scores_HTT.masked_fill(~mask_TT, -torch.inf)
+    probs_HTT = (scores_HTT - scores_HTT.amax(dim=2, keepdim=True)).exp()
+    flash_THE = torch.einsum("hqk,khd->qhd", probs_HTT.half().double(), case64.v_THE)
+    flash_THE = (flash_THE / probs_HTT.sum(dim=2).T[:, :, None]).half()
+
+    def rms(out_THE: Tensor) -> float:
+        return (out_THE.double() - exact_THE).square().mean().sqrt().item()
+
+    assert rms(attend(layout)(case16)) < 0.995 * rms(flash_THE)

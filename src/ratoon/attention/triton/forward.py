@@ -10,11 +10,16 @@ from ratoon.attention.triton.scores import LN2, LOG2E, cap_scores, dot, is_read,
 
 
 @triton.jit
-def weigh(products, highest, total, softmax_scale, softcap, HAS_SOFTCAP: tl.constexpr, IS_PARTIAL: tl.constexpr):
+def weigh(
+    products, highest, total, excess, softmax_scale, softcap,
+    dtype: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_PARTIAL: tl.constexpr,
+):  # fmt: skip
     """One step of the online softmax (FlashAttention-2, algorithm 1), from q.k [M, N].
 
     highest: [M] largest score so far, in the unit of `products` (softmax_scale is positive, so that
-    the largest product is the largest score). Returns probs [M, N], what earlier sums shrink by [M], highest, total.
+    the largest product is the largest score). excess: [M] by how much more probs rounded to `dtype`, which weigh
+    the values, add up to than exact ones, in partial tiles: those of rows with few keys, where it tells most.
+    Returns probs [M, N] in dtype, what earlier sums shrink by [M], highest, total, excess.
     """
     if HAS_SOFTCAP:
         products = cap_scores(products * softmax_scale, softcap)
@@ -30,7 +35,11 @@ def weigh(products, highest, total, softmax_scale, softcap, HAS_SOFTCAP: tl.cons
     # In base 2, with one multiply-add a score: the hardware has exp2, and the factor is free.
     probs = tl.exp2(products * factor - reference[:, None])
     shrink = tl.exp2(highest * factor - reference)
-    return probs, shrink, new_highest, total * shrink + tl.sum(probs, axis=1)
+    rounded = probs.to(dtype)
+    excess = excess * shrink
+    if IS_PARTIAL:
+        excess += tl.sum(rounded.to(tl.float32) - probs, axis=1)
+    return rounded, shrink, new_highest, total * shrink + tl.sum(probs, axis=1), excess
 
 
 @triton.jit
@@ -60,6 +69,7 @@ def forward_kernel(
     else:
         highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
+    excess = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
 
     for interval in range(tl.load(full_offsets_ptr + tile), tl.load(full_offsets_ptr + tile + 1)):
@@ -71,24 +81,26 @@ def forward_kernel(
             for key_tile in range(start, end - 1):
                 k = load_tile(k_desc, key_tile * BLOCK_N + BLOCK_N, kv_head, BLOCK_N, BLOCK_D)
                 next_products = dot(q, tl.trans(k), UPCAST)
-                probs, shrink, highest, total = weigh(
-                    products, highest, total, softmax_scale, softcap, HAS_SOFTCAP, False
+                probs, shrink, highest, total, excess = weigh(
+                    products, highest, total, excess, softmax_scale, softcap, v_desc.dtype, HAS_SOFTCAP, False
                 )
                 v = load_tile(v_desc, key_tile * BLOCK_N, kv_head, BLOCK_N, BLOCK_E)
-                out = dot(probs.to(v.dtype), v, UPCAST, out * shrink[:, None])
+                out = dot(probs, v, UPCAST, out * shrink[:, None])
                 products = next_products
-            probs, shrink, highest, total = weigh(products, highest, total, softmax_scale, softcap, HAS_SOFTCAP, False)
+            probs, shrink, highest, total, excess = weigh(
+                products, highest, total, excess, softmax_scale, softcap, v_desc.dtype, HAS_SOFTCAP, False
+            )
             v = load_tile(v_desc, end * BLOCK_N - BLOCK_N, kv_head, BLOCK_N, BLOCK_E)
-            out = dot(probs.to(v.dtype), v, UPCAST, out * shrink[:, None])
+            out = dot(probs, v, UPCAST, out * shrink[:, None])
         else:
             for key_tile in range(start, end):
                 k = load_tile(k_desc, key_tile * BLOCK_N, kv_head, BLOCK_N, BLOCK_D)
                 products = dot(q, tl.trans(k), UPCAST)  # [M, N]
-                probs, shrink, highest, total = weigh(
-                    products, highest, total, softmax_scale, softcap, HAS_SOFTCAP, False
+                probs, shrink, highest, total, excess = weigh(
+                    products, highest, total, excess, softmax_scale, softcap, v_desc.dtype, HAS_SOFTCAP, False
                 )
                 v = load_tile(v_desc, key_tile * BLOCK_N, kv_head, BLOCK_N, BLOCK_E)
-                out = dot(probs.to(v.dtype), v, UPCAST, out * shrink[:, None])
+                out = dot(probs, v, UPCAST, out * shrink[:, None])
 
     row_positions = tl.load(positions_ptr + rows, mask=rows < T, other=0) if HAS_WINDOW else rows
     for interval in range(tl.load(partial_offsets_ptr + tile), tl.load(partial_offsets_ptr + tile + 1)):
@@ -105,15 +117,23 @@ def forward_kernel(
                 row_positions[:, None], key_positions[None, :], window, HAS_WINDOW,
             )  # fmt: skip
             products = tl.where(allowed, products, -float("inf"))
-            probs, shrink, highest, total = weigh(
-                products, highest, total, 1.0 if HAS_SOFTCAP else softmax_scale, softcap, False, True
+            probs, shrink, highest, total, excess = weigh(
+                products,
+                highest,
+                total,
+                excess,
+                1.0 if HAS_SOFTCAP else softmax_scale,
+                softcap,
+                v_desc.dtype,
+                False,
+                True,
             )
             v = load_tile(v_desc, key_tile * BLOCK_N, kv_head, BLOCK_N, BLOCK_E)
-            out = dot(probs.to(v.dtype), v, UPCAST, out * shrink[:, None])
+            out = dot(probs, v, UPCAST, out * shrink[:, None])
 
     # A row without keys: output 0, log-sum-exp minus infinity.
     total_or_1 = tl.where(total == 0.0, 1.0, total)
-    out = out / total_or_1[:, None]
+    out = out / (total_or_1 + excess)[:, None]
     lse = highest * (1.0 if HAS_SOFTCAP else softmax_scale) + tl.log2(total_or_1) * LN2
     store_tile(out_desc, tile * BLOCK_M, head, out, BLOCK_M, BLOCK_E)
     tl.store(lse_ptr + wide(head) * stride_lh + rows, lse, mask=rows < T)

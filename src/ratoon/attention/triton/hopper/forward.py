@@ -80,8 +80,8 @@ def mask_products(
 
 
 @gluon.jit
-def weigh(products, highest, total, factor, IS_PARTIAL: gl.constexpr):
-    """`weigh` of the portable kernel: probs, what earlier sums shrink by, highest, total."""
+def weigh(products, highest, total, excess, factor, dtype: gl.constexpr, IS_PARTIAL: gl.constexpr):
+    """`weigh` of the portable kernel: probs in dtype, what earlier sums shrink by, highest, total, excess."""
     new_highest = gl.maximum(highest, gl.max(products, axis=1))
     if IS_PARTIAL:
         reference = gl.where(new_highest == -float("inf"), 0.0, new_highest) * factor
@@ -89,35 +89,39 @@ def weigh(products, highest, total, factor, IS_PARTIAL: gl.constexpr):
         reference = new_highest * factor
     probs = gl.exp2(products * factor - reference[:, None])
     shrink = gl.exp2(highest * factor - reference)
-    return probs, shrink, new_highest, total * shrink + gl.sum(probs, axis=1)
+    rounded = probs.to(dtype)
+    excess = excess * shrink
+    if IS_PARTIAL:
+        excess += gl.sum(rounded.to(gl.float32) - probs, axis=1)
+    return rounded, shrink, new_highest, total * shrink + gl.sum(probs, axis=1), excess
 
 
 @gluon.jit
 def start_sums(
     sinks_ptr, head, softmax_scale, SCORES: gl.constexpr, BLOCK_M: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Highest product [M] and sum of probabilities [M] before any key; a sink is one that every row has read."""
+    """highest, total and excess [M] before any key; a sink is one that every row has read."""
     highest = gl.full([BLOCK_M], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, SCORES))
     if HAS_SINKS:
         highest = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, SCORES))
         highest += gl.load(sinks_ptr + head).to(gl.float32) / softmax_scale
         total += 1.0
-    return highest, total
+    return highest, total, gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, SCORES))
 
 
 @gluon.jit
-def store_lse(lse_ptr, highest, total, rows, head, stride_lh, T, softmax_scale):
+def store_lse(lse_ptr, highest, total, excess, rows, head, stride_lh, T, softmax_scale):
     """What outputs are divided by. A row without keys: 1, and log-sum-exp minus infinity."""
     total_or_1 = gl.where(total == 0.0, 1.0, total)
     lse = highest * softmax_scale + gl.log2(total_or_1) * LN2
     gl.store(lse_ptr + head.to(gl.int64) * stride_lh + rows, lse, mask=rows < T)
-    return total_or_1
+    return total_or_1 + excess
 
 
 @gluon.jit
 def attend_tile(
-    q_smem, own, k_smem, v_smem, k_ready, k_free, v_ready, v_free, count, probs, out, highest, total,
+    q_smem, own, k_smem, v_smem, k_ready, k_free, v_ready, v_free, count, probs, out, highest, total, excess,
     key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, factor, window,
     SCORES: gl.constexpr, OUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
     IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
@@ -138,13 +142,15 @@ def attend_tile(
         products = mask_products(
             products, key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, window, SCORES, BLOCK_N, HAS_WINDOW
         )
-    new_probs, shrink, highest, total = weigh(products, highest, total, factor, IS_PARTIAL)
-    new_probs = gl.convert_layout(new_probs.to(v_smem.dtype), gl.DotOperandLayout(0, OUT, 2))
+    new_probs, shrink, highest, total, excess = weigh(
+        products, highest, total, excess, factor, v_smem.dtype, IS_PARTIAL
+    )
+    new_probs = gl.convert_layout(new_probs, gl.DotOperandLayout(0, OUT, 2))
     total = stay_before(total)
     out, _ = warpgroup_mma_wait(0, deps=[out, probs])  # the product reads the old probs until then
     mbarrier.arrive(v_free.index(last_stage))
     out = out * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
-    return new_probs, out, highest, total
+    return new_probs, out, highest, total, excess
 
 
 @gluon.jit
@@ -165,7 +171,7 @@ def attend_rows(
     row_positions = rows
     if HAS_WINDOW:
         row_positions = gl.load(positions_ptr + rows, mask=rows < T, other=0)
-    highest, total = start_sums(sinks_ptr, head, softmax_scale, SCORES, BLOCK_M, HAS_SINKS)
+    highest, total, excess = start_sums(sinks_ptr, head, softmax_scale, SCORES, BLOCK_M, HAS_SINKS)
     out = gl.zeros([BLOCK_M, BLOCK_E], gl.float32, OUT)
 
     mbarrier.wait(q_ready.index(GROUP_INDEX), 0)
@@ -183,26 +189,26 @@ def attend_rows(
     products = mask_products(
         products, key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, window, SCORES, BLOCK_N, HAS_WINDOW
     )
-    new_probs, _, highest, total = weigh(products, highest, total, factor, True)
-    probs = gl.convert_layout(new_probs.to(v_smem.dtype), gl.DotOperandLayout(0, OUT, 2))
+    new_probs, _, highest, total, excess = weigh(products, highest, total, excess, factor, v_smem.dtype, True)
+    probs = gl.convert_layout(new_probs, gl.DotOperandLayout(0, OUT, 2))
 
     count = 1
     for interval in range(first_interval, gl.load(partial_offsets_ptr + tile + 1)):
         start = gl.load(partial_start_ptr + interval)
         start = gl.where(interval == first_interval, start + 1, start)
         for key_tile in range(start, gl.load(partial_end_ptr + interval)):
-            probs, out, highest, total = attend_tile(
+            probs, out, highest, total, excess = attend_tile(
                 q_smem, GROUP_INDEX, k_smem, v_smem, k_ready, k_free, v_ready, v_free,
-                count, probs, out, highest, total,
+                count, probs, out, highest, total, excess,
                 key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, factor, window,
                 SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, True, HAS_WINDOW,
             )  # fmt: skip
             count += 1
     for interval in range(gl.load(full_offsets_ptr + tile), gl.load(full_offsets_ptr + tile + 1)):
         for key_tile in range(gl.load(full_start_ptr + interval), gl.load(full_end_ptr + interval)):
-            probs, out, highest, total = attend_tile(
+            probs, out, highest, total, excess = attend_tile(
                 q_smem, GROUP_INDEX, k_smem, v_smem, k_ready, k_free, v_ready, v_free,
-                count, probs, out, highest, total,
+                count, probs, out, highest, total, excess,
                 key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, factor, window,
                 SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, False, HAS_WINDOW,
             )  # fmt: skip
@@ -214,8 +220,8 @@ def attend_rows(
     out = warpgroup_mma(probs, v, out, is_async=True)
     out = warpgroup_mma_wait(0, deps=[out])
 
-    total_or_1 = store_lse(lse_ptr, highest, total, rows, head, stride_lh, T, softmax_scale)
-    out = out / gl.convert_layout(total_or_1, gl.SliceLayout(1, OUT))[:, None]
+    divisor = store_lse(lse_ptr, highest, total, excess, rows, head, stride_lh, T, softmax_scale)
+    out = out / gl.convert_layout(divisor, gl.SliceLayout(1, OUT))[:, None]
     # The group's rows of q are spent: their memory takes the output on its way out.
     matrix(q_smem, GROUP_INDEX).store(out.to(q_smem.dtype))
     fence_async_shared()

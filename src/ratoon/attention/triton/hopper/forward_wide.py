@@ -86,7 +86,7 @@ def hand_over(
 @gluon.jit
 def attend_tile(
     q_smem, k_smem, v_smem, probs_smem, shrink_smem, k_ready, k_free, v_ready, v_free, probs_ready, probs_free,
-    count, probs, out, highest, total,
+    count, probs, out, highest, total, excess,
     key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, factor, window,
     SCORES: gl.constexpr, OUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
@@ -106,14 +106,15 @@ def attend_tile(
         products = mask_products(
             products, key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, window, SCORES, BLOCK_N, HAS_WINDOW
         )
-    new_probs, shrink, highest, total = weigh(products, highest, total, factor, IS_PARTIAL)
-    new_probs = new_probs.to(v_smem.dtype)
+    new_probs, shrink, highest, total, excess = weigh(
+        products, highest, total, excess, factor, v_smem.dtype, IS_PARTIAL
+    )
     total = stay_before(total)
     out, _ = warpgroup_mma_wait(0, deps=[out, probs])
     mbarrier.arrive(v_free.index(0))
     hand_over(new_probs, shrink, probs_smem, shrink_smem, probs_ready, probs_free, count)
     out = out * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
-    return gl.convert_layout(new_probs, gl.DotOperandLayout(0, OUT, 2)), out, highest, total
+    return gl.convert_layout(new_probs, gl.DotOperandLayout(0, OUT, 2)), out, highest, total, excess
 
 
 @gluon.jit
@@ -142,7 +143,7 @@ def weigh_and_attend(
     row_positions = rows
     if HAS_WINDOW:
         row_positions = gl.load(positions_ptr + rows, mask=rows < T, other=0)
-    highest, total = start_sums(sinks_ptr, head, softmax_scale, SCORES, BLOCK_M, HAS_SINKS)
+    highest, total, excess = start_sums(sinks_ptr, head, softmax_scale, SCORES, BLOCK_M, HAS_SINKS)
     out = gl.zeros([BLOCK_M, BLOCK_E], gl.float32, OUT)
     mbarrier.wait(q_ready.index(0), 0)
     q = matrix(q_smem, 0)
@@ -157,8 +158,7 @@ def weigh_and_attend(
         products, gl.load(partial_start_ptr + first_interval), rows, row_positions, expiry_ptr, positions_ptr,
         T, window, SCORES, BLOCK_N, HAS_WINDOW,
     )  # fmt: skip
-    new_probs, shrink, highest, total = weigh(products, highest, total, factor, True)
-    new_probs = new_probs.to(v_smem.dtype)
+    new_probs, shrink, highest, total, excess = weigh(products, highest, total, excess, factor, v_smem.dtype, True)
     hand_over(new_probs, shrink, probs_smem, shrink_smem, probs_ready, probs_free, 0)
     probs = gl.convert_layout(new_probs, gl.DotOperandLayout(0, OUT, 2))
 
@@ -167,18 +167,18 @@ def weigh_and_attend(
         start = gl.load(partial_start_ptr + interval)
         start = gl.where(interval == first_interval, start + 1, start)
         for key_tile in range(start, gl.load(partial_end_ptr + interval)):
-            probs, out, highest, total = attend_tile(
+            probs, out, highest, total, excess = attend_tile(
                 q_smem, k_smem, v_smem, probs_smem, shrink_smem,
-                k_ready, k_free, v_ready, v_free, probs_ready, probs_free, count, probs, out, highest, total,
+                k_ready, k_free, v_ready, v_free, probs_ready, probs_free, count, probs, out, highest, total, excess,
                 key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, factor, window,
                 SCORES, OUT, BLOCK_M, BLOCK_N, True, HAS_WINDOW,
             )  # fmt: skip
             count += 1
     for interval in range(gl.load(full_offsets_ptr + tile), gl.load(full_offsets_ptr + tile + 1)):
         for key_tile in range(gl.load(full_start_ptr + interval), gl.load(full_end_ptr + interval)):
-            probs, out, highest, total = attend_tile(
+            probs, out, highest, total, excess = attend_tile(
                 q_smem, k_smem, v_smem, probs_smem, shrink_smem,
-                k_ready, k_free, v_ready, v_free, probs_ready, probs_free, count, probs, out, highest, total,
+                k_ready, k_free, v_ready, v_free, probs_ready, probs_free, count, probs, out, highest, total, excess,
                 key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, factor, window,
                 SCORES, OUT, BLOCK_M, BLOCK_N, False, HAS_WINDOW,
             )  # fmt: skip
@@ -187,9 +187,9 @@ def weigh_and_attend(
     out = warpgroup_mma(probs, matrix(v_smem, 0), out, is_async=True)
     out, _ = warpgroup_mma_wait(0, deps=[out, probs])
 
-    total_or_1 = store_lse(lse_ptr, highest, total, rows, head, stride_lh, T, softmax_scale)
+    divisor = store_lse(lse_ptr, highest, total, excess, rows, head, stride_lh, T, softmax_scale)
     # The last factors are those that both halves end with; no probabilities come with them.
-    ending = 1.0 / total_or_1
+    ending = 1.0 / divisor
     mbarrier.wait(probs_free.index(0), (count & 1) ^ 1)
     shrink_smem.store(ending)
     mbarrier.arrive(probs_ready.index(0))
