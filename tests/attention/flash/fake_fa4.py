@@ -15,7 +15,6 @@ from tests.attention.flash.fake_runs import (
     backward_runs,
     forward_runs,
     mask_of_tiles,
-    run_gradients,
     runs_of,
 )
 from torch import Tensor
@@ -40,6 +39,8 @@ class BlockSparseTensorsTorch(NamedTuple):
 class FakeFa4:
     calls: list[str] = field(default_factory=list)
     """What was launched, in order."""
+
+    capability: int = 9
 
     def forward(
         self,
@@ -78,7 +79,7 @@ class FakeFa4:
         assert q.ndim == 4 and q.shape[0] == 1 and not causal and cu_seqlens_q is None
         assert tile_mn is None or tile_mn == block_sparse_tensors.block_size, "an entry stands for one tile"
         self.calls.append("blocks")
-        mask = _mask(q.shape[1], block_sparse_tensors, "rows", mask_mod, aux_tensors)
+        mask = _mask(q.shape[1], block_sparse_tensors, mask_mod, aux_tensors)
         out, lse = attend_run(q[0], k[0], v[0], mask, *options, learnable_sink)
         return out[None], lse[None], None, None, None
 
@@ -102,31 +103,23 @@ class FakeFa4:
         deterministic: bool = False,
         score_mod: Any = None,
         score_mod_bwd: Any = None,
-        mask_mod: Any = None,
-        aux_tensors: list[Tensor] | None = None,
-        block_sparse_tensors: BlockSparseTensorsTorch | None = None,
     ) -> tuple[Tensor, ...]:
         _check_vectors(q, k, v, out, dout)
         assert lse.is_contiguous() and lse.shape == (*q.shape[:-3], q.shape[-2], q.shape[-3])
         assert q.shape[-2] == k.shape[-2] or q.shape[-1] == v.shape[-1], "GQA backward requires one head dim"
         assert (score_mod is None) == (score_mod_bwd is None)
         options = (softmax_scale, None if score_mod is None else score_mod.softcap)
-        if block_sparse_tensors is None:
-            assert cu_seqlens_q is not None and cu_seqlens_k is not None and q.ndim == 3 and mask_mod is None
-            starts, lengths = (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k)
-            runs = runs_of(q, k, starts, lengths, (max_seqlen_q or 0, max_seqlen_k or 0))
-            self.calls.append("own runs" if causal else "level")
-            return backward_runs(dout, q, k, v, out, lse, runs, causal, *options)
-        assert q.ndim == 4 and q.shape[0] == 1 and not causal and cu_seqlens_q is None
-        assert not deterministic, "deterministic block-sparse backward requires dq_write_order"
-        self.calls.append("blocks")
-        mask = _mask(q.shape[1], block_sparse_tensors, "keys", mask_mod, aux_tensors)
-        gradients = run_gradients(dout[0], q[0], k[0], v[0], out[0], lse[0], mask, *options)
-        return tuple(x[None] for x in gradients)
+        assert q.shape[-1] % 32 == v.shape[-1] % 32 == 0 or self.capability != 9, "dq is wrong at other head dims"
+        assert cu_seqlens_q is not None and cu_seqlens_k is not None and q.ndim == 3
+        starts, lengths = (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k)
+        runs = runs_of(q, k, starts, lengths, (max_seqlen_q or 0, max_seqlen_k or 0))
+        self.calls.append("own runs" if causal else "level")
+        return backward_runs(dout, q, k, v, out, lse, runs, causal, *options)
 
     @contextmanager
     def installed(self, capability: int = 9) -> Iterator[None]:
         """flash-attn-4 is there, on a GPU of that major compute capability."""
+        self.capability = capability
         modules = {name: ModuleType(name) for name in ("cutlass", "cutlass.cute", "flash_attn", "flash_attn.cute")}
         utils, sparsity, interface = (ModuleType(f"flash_attn.cute.{name}") for name in _SUBMODULES)
         cutlass, cute = modules["cutlass"], modules["cutlass.cute"]
@@ -166,14 +159,11 @@ def _check_vectors(*tensors: Tensor) -> None:
         assert all(stride % 16 == 0 and stride for stride in strides) and x.data_ptr() % 16 == 0, "vectors not aligned"
 
 
-def _mask(
-    num_rows: int, lists: BlockSparseTensorsTorch, lists_of: str, mask_mod: Any, aux_tensors: list[Tensor] | None
-) -> Tensor:
+def _mask(num_rows: int, lists: BlockSparseTensorsTorch, mask_mod: Any, aux_tensors: list[Tensor] | None) -> Tensor:
     assert lists.block_size is not None and lists.full_block_cnt is not None and lists.full_block_idx is not None
     return mask_of_tiles(
         num_rows,
         lists.block_size,
         [(lists.mask_block_cnt, lists.mask_block_idx, False), (lists.full_block_cnt, lists.full_block_idx, True)],
-        lists_of,
         lambda rows, keys: mask_mod(0, 0, rows, keys, None, aux_tensors),
     )

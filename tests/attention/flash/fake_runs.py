@@ -134,17 +134,16 @@ def mask_of_tiles(
     num_rows: int,
     tile: tuple[int, int],
     lists: list[tuple[Tensor, Tensor, bool]],
-    lists_of: str,
     rule: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """[T, T] bool as a kernel that walks lists sees it: nothing of unlisted tiles, all of full ones, else the rule.
 
-    lists: counts [1, 1, B], numbers [1, 1, B, I] and whether their tiles are full. Entries past a count are not read.
+    lists: counts [1, 1, R], numbers [1, 1, R, I] and whether their tiles are full. Entries past a count are not read.
     """
     rows_T = torch.arange(num_rows)
     by_rule = rule(rows_T[:, None], rows_T[None, :])
     mask = torch.zeros(num_rows, num_rows, dtype=torch.bool)
-    own_tile, other_tile = tile if lists_of == "rows" else tile[::-1]
+    own_tile, other_tile = tile
     num_tiles = -(-num_rows // own_tile)
     for counts, numbers, is_full in lists:
         assert counts.dtype == numbers.dtype == torch.int32
@@ -158,8 +157,6 @@ def mask_of_tiles(
                     slice(own * own_tile, (own + 1) * own_tile),
                     slice(other * other_tile, (other + 1) * other_tile),
                 )
-                if lists_of == "keys":
-                    index = index[::-1]
                 assert not mask[index].any(), "a tile is full and partial"
                 mask[index] = True if is_full else by_rule[index]
     return mask

@@ -42,7 +42,7 @@ BACKWARD: dict[str, BackwardKernel] = {
     "fa2": fa2.backward,
     "fa3": fa3.backward,
     "fa4": fa4.backward,
-    "fa4 levels": fa4.backward_by_levels,
+    "fa4 levels": fa4.backward,
 }
 FOREST = make_groups((6, [3, 2, 5]), (1, [4]), (2, []))
 
@@ -60,10 +60,7 @@ def all_installed(fake_fa4: FakeFa4 | None = None, capability: int = 9) -> Itera
 def tiles_of(rows: int, keys: int) -> Iterator[None]:
     """Forests of a few rows have many tiles."""
     tile = fa4_shapes.Tile(rows, keys)
-    with (
-        patch.object(fa4_shapes, "forward_build", lambda *dims: fa4_shapes.ForwardBuild(lists=tile)),
-        patch.object(fa4_shapes, "backward_tile", lambda *dims: tile),
-    ):
+    with patch.object(fa4_shapes, "forward_build", lambda *dims: fa4_shapes.ForwardBuild(lists=tile)):
         yield
 
 
@@ -172,13 +169,13 @@ def test_fa4_head_dims_of_every_gpu(head_dims: tuple[int, int], capability: int)
 @pytest.mark.parametrize(
     ("deterministic", "capability", "head_dim", "launches"),
     [
-        (False, 9, 64, ["blocks", "blocks"]),
+        (False, 9, 64, ["blocks", "own runs", "level", "level"]),
         (True, 9, 64, ["blocks", "own runs", "level", "level"]),
         (False, 10, 256, ["own runs", "level", "level", "own runs", "level", "level"]),
     ],
 )
 def test_fa4_launches(deterministic: bool, capability: int, head_dim: int, launches: list[str]):
-    """One of all rows where the kernels that walk lists serve, else one a level, whatever the number of groups."""
+    """One of all rows where a kernel that walks lists serves, else one a level, whatever the number of groups."""
     layout = make_tree([2, 3, 1, 1, 2, 4, 3], [-1, 0, 1, 1, 0, -1, 5])
     fake = FakeFa4()
     with all_installed(fake, capability):

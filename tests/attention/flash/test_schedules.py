@@ -77,37 +77,34 @@ def test_covering_levels_are_the_forest(layout: PackedLayout):
 @given(layout=some_forests, row_tile=st.integers(1, 9), key_tile=st.integers(1, 9), seed=st.integers(0, 9))
 @settings(max_examples=60)
 def test_block_lists_are_the_forest(layout: PackedLayout, row_tile: int, key_tile: int, seed: int):
-    """Each tile under its own list, forward and backward."""
     plan = AttentionPlan.build(layout)
 
     def rule(rows: Tensor, keys: Tensor) -> Tensor:
         return (keys <= rows) & (rows < plan.expiry_T[keys])
 
-    for lists_of in ("rows", "keys"):
-        lists = build_block_lists(plan, row_tile, key_tile, lists_of)
-        mask_TT = mask_of_tiles(
-            layout.num_rows,
-            (lists.row_tile, lists.key_tile),
-            [(lists.num_partial_11B, lists.partial_11BI, False), (lists.num_full_11B, lists.full_11BI, True)],
-            lists_of,
-            rule,
-        )
-        assert torch.equal(mask_TT, dense_mask(layout))
+    lists = build_block_lists(plan, row_tile, key_tile)
+    mask_TT = mask_of_tiles(
+        layout.num_rows,
+        (lists.row_tile, lists.key_tile),
+        [(lists.num_partial_11R, lists.partial_11RI, False), (lists.num_full_11R, lists.full_11RI, True)],
+        rule,
+    )
+    assert torch.equal(mask_TT, dense_mask(layout))
 
 
 def test_most_work_is_in_full_tiles():
     """Only full tiles run without asking the rule of every pair."""
     plan = AttentionPlan.build(make_groups((1024, [256] * 4)))
-    lists = build_block_lists(plan, 128, 128, "rows")
-    assert lists.num_partial_11B.sum() == 16, "one for each tile on the diagonal"
-    assert lists.num_full_11B.sum() == 8 * 7 // 2 + 4 * (2 * 8 + 1)
+    lists = build_block_lists(plan, 128, 128)
+    assert lists.num_partial_11R.sum() == 16, "one for each tile on the diagonal"
+    assert lists.num_full_11R.sum() == 8 * 7 // 2 + 4 * (2 * 8 + 1)
 
 
 def test_lists_take_memory_for_what_they_hold():
     """Not for all pairs of tiles: a pack of documents reads few."""
     plan = AttentionPlan.build(pack_documents([np.zeros(64, np.int64)] * 256))
-    lists = build_block_lists(plan, 64, 64, "keys")
-    assert lists.partial_11BI.shape == (1, 1, 256, 1) and lists.full_11BI.shape == (1, 1, 256, 1)
+    lists = build_block_lists(plan, 64, 64)
+    assert lists.partial_11RI.shape == (1, 1, 256, 1) and lists.full_11RI.shape == (1, 1, 256, 1)
 
 
 @pytest.mark.parametrize(

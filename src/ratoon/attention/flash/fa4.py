@@ -1,10 +1,9 @@
-"""FlashAttention-4 (package flash-attn-4), in one launch over lists of tiles, or in one launch a level.
+"""FlashAttention-4 (package flash-attn-4): forward in one launch over lists of tiles, backward in one launch a level.
 
-One launch reads and writes every row once, and merges nothing; it is what serves. Levels serve where
-no segment has descendants (one level is one launch too, and asks no rule of any pair), where
-the order of sums must be fixed (the kernels that walk lists add dq as they come), and where there are
-no kernels that walk lists. The levels' sums of dq cannot share one buffer: it is laid out by tiles
-that start where runs do, and no two levels' runs start alike.
+One forward launch reads and writes every row once, and merges nothing. Levels serve the forward pass where no segment
+has descendants (one level is one launch too, and asks no rule of any pair), and where there are no kernels that walk
+lists. The backward kernels lose more by asking the rule than levels do by adding up. The levels' sums of dq
+cannot share one buffer: it is laid out by tiles that start where runs do, and no two levels' runs start alike.
 """
 
 # Shape letters: T rows, H heads (Hq query, Hkv key and value), D head dim, E value head dim.
@@ -29,24 +28,6 @@ def forward(
     return by(q_THD, k_THD, v_THE, sinks_H, plan, scoring)
 
 
-def backward(
-    dout_THE: Tensor,
-    q_THD: Tensor,
-    k_THD: Tensor,
-    v_THE: Tensor,
-    out_THE: Tensor,
-    lse_HT: Tensor,
-    plan: AttentionPlan,
-    scoring: Scoring,
-    *,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `BackwardKernel`."""
-    is_for_blocks = _is_for_blocks(q_THD, v_THE, plan) and not deterministic
-    by = backward_by_blocks if is_for_blocks else backward_by_levels
-    return by(dout_THE, q_THD, k_THD, v_THE, out_THE, lse_HT, plan, scoring, deterministic=deterministic)
-
-
 def forward_by_blocks(
     q_THD: Tensor, k_THD: Tensor, v_THE: Tensor, sinks_H: Tensor | None, plan: AttentionPlan, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
@@ -56,7 +37,7 @@ def forward_by_blocks(
     v_head_dim = v_THE.shape[2]
     dims = _head_dims(q_THD, v_THE)
     build = fa4_shapes.forward_build(*dims, _capability())
-    lists = plan.schedule(build_block_lists, build.lists.rows, build.lists.keys, "rows")
+    lists = plan.schedule(build_block_lists, build.lists.rows, build.lists.keys)
     q_THD, k_THD, v_THE = _padded(q_THD, k_THD, v_THE, dims)
     out_THE, lse_HT = fa4_package.forward_blocks(q_THD, k_THD, v_THE, sinks_H, plan.expiry_T, lists, scoring, build)
     return cut(out_THE, v_head_dim), lse_HT
@@ -81,7 +62,7 @@ def forward_by_levels(
     return cut(out_THE, v_head_dim).to(q_THD.dtype), lse_HT
 
 
-def backward_by_blocks(
+def backward(
     dout_THE: Tensor,
     q_THD: Tensor,
     k_THD: Tensor,
@@ -93,37 +74,10 @@ def backward_by_blocks(
     *,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch between those that prepare and convert. dq is summed by atomics."""
-    assert not deterministic, "the kernels that walk lists of tiles add dq in any order"
-    from ratoon.attention.flash import fa4_package  # brings the package
+    """See `BackwardKernel`. One launch a level.
 
-    head_dim, v_head_dim = q_THD.shape[2], v_THE.shape[2]
-    dims = _backward_head_dims(q_THD, k_THD, v_THE)
-    tile = fa4_shapes.backward_tile(dims[0], _capability())
-    lists = plan.schedule(build_block_lists, tile.rows, tile.keys, "keys")
-    q_THD, k_THD, v_THE = _padded(q_THD, k_THD, v_THE, dims)
-    dout_THE, out_THE = kernel_ready(dout_THE, dims[1]), kernel_ready(out_THE, dims[1])
-    dq_THD, dk_THD, dv_THE = fa4_package.backward_blocks(
-        dout_THE, q_THD, k_THD, v_THE, out_THE, lse_HT.contiguous(), plan.expiry_T, lists, scoring
-    )
-    return cut(dq_THD, head_dim), cut(dk_THD, head_dim), cut(dv_THE, v_head_dim)
-
-
-def backward_by_levels(
-    dout_THE: Tensor,
-    q_THD: Tensor,
-    k_THD: Tensor,
-    v_THE: Tensor,
-    out_THE: Tensor,
-    lse_HT: Tensor,
-    plan: AttentionPlan,
-    scoring: Scoring,
-    *,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch a level. Deterministic where asked: the kernel's sums wait for their turn, and levels add in order.
-
-    With the merged output and log-sum-exp, each level's kernel sees the probabilities of the whole row.
+    Deterministic where asked: the kernel's sums wait for their turn, and levels add in order. With the merged
+    output and log-sum-exp, each level's kernel sees the probabilities of the whole row.
     """
     from ratoon.attention.flash import fa4_package  # brings the package
 
@@ -162,10 +116,8 @@ def _head_dims(q_THD: Tensor, v_THE: Tensor) -> tuple[int, int]:
 
 def _backward_head_dims(q_THD: Tensor, k_THD: Tensor, v_THE: Tensor) -> tuple[int, int]:
     """The backward kernels want one head dim where query heads share a key head."""
-    head_dim, v_head_dim = _head_dims(q_THD, v_THE)
-    if q_THD.shape[1] == k_THD.shape[1]:
-        return head_dim, v_head_dim
-    return fa4_shapes.head_dims(head_dim, head_dim, _capability())
+    shares_keys = q_THD.shape[1] != k_THD.shape[1]
+    return fa4_shapes.backward_head_dims(*_head_dims(q_THD, v_THE), _capability(), one=shares_keys)
 
 
 def _padded(q_THD: Tensor, k_THD: Tensor, v_THE: Tensor, dims: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:

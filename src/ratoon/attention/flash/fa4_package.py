@@ -90,26 +90,6 @@ def backward_runs(
     return gradients[0], gradients[1], gradients[2]
 
 
-def backward_blocks(
-    dout_THE: Tensor,
-    q_THD: Tensor,
-    k_THD: Tensor,
-    v_THE: Tensor,
-    out_THE: Tensor,
-    lse_HT: Tensor,
-    expiry_T: Tensor,
-    lists: BlockLists,
-    scoring: Scoring,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch: lists of each tile of keys."""
-    gradients = _flash_attn_bwd(
-        *(x[None] for x in (q_THD, k_THD, v_THE, out_THE, dout_THE, lse_HT)),
-        **_blocks(expiry_T, lists),
-        **_backward_options(scoring),
-    )
-    return gradients[0][0], gradients[1][0], gradients[2][0]
-
-
 def _runs(runs: OwnRuns | Level) -> dict[str, Any]:
     if isinstance(runs, OwnRuns):
         return {
@@ -136,10 +116,10 @@ def _blocks(expiry_T: Tensor, lists: BlockLists) -> dict[str, Any]:
         "mask_mod": row_reads_key,
         "aux_tensors": [expiry_T],
         "block_sparse_tensors": BlockSparseTensorsTorch(
-            mask_block_cnt=lists.num_partial_11B,
-            mask_block_idx=lists.partial_11BI,
-            full_block_cnt=lists.num_full_11B,
-            full_block_idx=lists.full_11BI,
+            mask_block_cnt=lists.num_partial_11R,
+            mask_block_idx=lists.partial_11RI,
+            full_block_cnt=lists.num_full_11R,
+            full_block_idx=lists.full_11RI,
             block_size=(lists.row_tile, lists.key_tile),
         ),
     }

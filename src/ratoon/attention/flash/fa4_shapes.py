@@ -34,6 +34,18 @@ def head_dims(head_dim: int, v_head_dim: int, capability: int) -> tuple[int, int
     return (192, 128) if head_dim <= 192 and v_head_dim <= 128 else (256, 256)
 
 
+def backward_head_dims(head_dim: int, v_head_dim: int, capability: int, *, one: bool) -> tuple[int, int]:
+    """Of `head_dims`, the smallest pair that the backward kernels have. one: for queries, keys and values alike.
+
+    On 9 the sums of dq are laid out by multiples of 32: between them dq came out wrong (4.0.0b36).
+    """
+    if one:
+        v_head_dim = head_dim
+    if capability == 9:
+        return -(-head_dim // 32) * 32, -(-v_head_dim // 32) * 32
+    return head_dims(head_dim, v_head_dim, capability)
+
+
 def has_block_kernels(head_dim: int, capability: int) -> bool:
     """The kernels for head dim 256 on 10 and 11 are others, that know no lists."""
     return capability == 9 or head_dim <= 192
@@ -57,16 +69,3 @@ def _forward_tile(head_dim: int, v_head_dim: int, capability: int) -> Tile:
     if head_dim <= 192:
         return Tile(128, 128 if v_head_dim <= 128 else 112)
     return Tile(128, 80)
-
-
-def backward_tile(head_dim: int, capability: int) -> Tile:
-    if capability != 9:
-        # Two thread blocks share a pair of key tiles where vectors are long: a list entry must cover both.
-        return Tile(128, 256 if head_dim >= 128 else 128)
-    if head_dim <= 64:
-        return Tile(128, 128)
-    if head_dim <= 96:
-        return Tile(64, 128)
-    if head_dim <= 128:
-        return Tile(80, 128)
-    return Tile(64, 96 if head_dim <= 192 else 64)
