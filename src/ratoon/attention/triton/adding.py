@@ -21,6 +21,7 @@ from torch import Tensor
 from ratoon.attention.kernel import Scoring
 from ratoon.attention.plan import AttentionPlan
 from ratoon.attention.triton.attention import add_parts, row_terms
+from ratoon.attention.triton.attention import forward as forward  # a kernel's home has both passes
 from ratoon.attention.triton.descriptors import empty_aligned, padded_head_dim
 from ratoon.attention.triton.schedule import build_key_schedule
 from ratoon.attention.triton.scores import wide
@@ -43,17 +44,14 @@ class AddingBlocks:
     stages: int
     """Visiting tiles that shared memory holds at once."""
 
-    lag: int = 1
+    lag: int
     """Tiles between a tile's score gradients and their product with keys, 1 or 2: as far as the groups may drift apart.
 
     Shared memory holds twice as many tiles' score gradients.
     """
 
-    max_share_parts: int = 1
-    """An item takes at most one part in so many of a multiprocessor's share: finer items balance better."""
 
-
-ADDING_BLOCKS = {64: AddingBlocks(rows=128, stages=2), 128: AddingBlocks(rows=64, stages=2)}
+ADDING_BLOCKS = {64: AddingBlocks(rows=128, stages=2, lag=1), 128: AddingBlocks(rows=64, stages=2, lag=2)}
 """By head dim, padded, of queries, keys and values alike."""
 
 
@@ -71,8 +69,7 @@ def backward(
     )
     assert q_THD.element_size() == 2, f"q is {q_THD.dtype}, and the products here are of 16 bits"
     blocks = ADDING_BLOCKS[block_D]
-    num_workers = max(_num_multiprocessors(plan.device) // Hkv, 1) * blocks.max_share_parts
-    items = plan.schedule(build_key_schedule, blocks.rows, ITEM_KEYS, num_workers)
+    items = plan.schedule(build_key_schedule, blocks.rows, ITEM_KEYS, _num_multiprocessors(plan.device), Hkv)
     lse2_HT, means_HT = row_terms(out_THE, dout_THE, lse_HT)
     dq_THD, dk_THD, dv_THE = (empty_aligned(T, heads, D, q_THD) for heads in (Hq, Hkv, Hkv))
     num_tiles = -(-T // blocks.rows)

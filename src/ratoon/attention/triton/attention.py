@@ -23,7 +23,10 @@ from ratoon.attention.triton.descriptors import empty_aligned, empty_row_terms, 
 from ratoon.attention.triton.schedule import KeySchedule, build_key_schedule, build_row_schedule
 
 TERMS_ROWS = 64
-"""Rows whose terms one program takes: memory-bound, so any size does."""
+"""Rows of one head whose terms one program takes."""
+
+TERMS_WARPS = 8
+"""So many that at a head dim of 128 a thread needs 32 registers: as many programs run as a multiprocessor takes."""
 
 
 class Machine(NamedTuple):
@@ -56,8 +59,8 @@ def backward(
     T, Hq, D = q_THD.shape
     Hkv, E = v_THE.shape[1:]
     launches, blocks = _choose(q_THD, v_THE, plan, scoring)
-    num_workers = max(_machine(plan.device).num_multiprocessors // Hkv, 1)
-    items = plan.schedule(build_key_schedule, blocks.item_rows, blocks.item_keys, num_workers)
+    num_workers = _machine(plan.device).num_multiprocessors
+    items = plan.schedule(build_key_schedule, blocks.item_rows, blocks.item_keys, num_workers, Hkv)
     rows = plan.schedule(build_row_schedule, blocks.rows, blocks.keys)
     lse2_HT, means_HT = row_terms(out_THE, dout_THE, lse_HT)
     gradients = tuple(empty_aligned(T, heads, dim, q_THD) for heads, dim in ((Hq, D), (Hkv, D), (Hkv, E)))
@@ -99,10 +102,10 @@ def row_terms(out_THE: Tensor, dout_THE: Tensor, lse_HT: Tensor) -> tuple[Tensor
     """[Hq, T] fp32: log-sum-exps in base 2, and out . dout."""
     T, Hq, E = out_THE.shape
     lse2_HT, means_HT = (empty_row_terms(Hq, T, lse_HT) for _ in range(2))
-    row_terms_kernel[(triton.cdiv(T, TERMS_ROWS), Hq)](
+    row_terms_kernel[(triton.cdiv(T, TERMS_ROWS) * Hq,)](
         out_THE, dout_THE, lse_HT, lse2_HT, means_HT,
         *out_THE.stride()[:2], *dout_THE.stride()[:2], lse_HT.stride(0), lse2_HT.stride(0),
-        T, E=E, BLOCK_E=padded_head_dim(E), BLOCK_M=TERMS_ROWS,
+        T, Hq, E=E, BLOCK_E=padded_head_dim(E), BLOCK_M=TERMS_ROWS, num_warps=TERMS_WARPS,
     )  # fmt: skip
     return lse2_HT, means_HT
 

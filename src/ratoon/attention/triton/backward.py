@@ -18,17 +18,18 @@ from ratoon.attention.triton.scores import LOG2E, cap_scores, dot, is_read, load
 def row_terms_kernel(
     out_ptr, dout_ptr, lse_ptr, lse2_ptr, means_ptr,
     stride_ot, stride_oh, stride_gt, stride_gh, stride_lh, stride_th,
-    T, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+    T, num_heads, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """What the backward pass needs of each row, once: [H, T] of log-sum-exps in base 2, and of means.
 
     means[h, t] = out[t, h] . dout[t, h] is what the softmax takes off every score's gradient
     (FlashAttention-2, algorithm 2, D).
     """
-    head = tl.program_id(1)
+    # Heads are the fast index: programs that run at the same time read one stretch of memory.
+    head = tl.program_id(0) % num_heads
     offs_m = tl.arange(0, BLOCK_M)
     offs_e = tl.arange(0, BLOCK_E)
-    first_row = wide(tl.program_id(0)) * BLOCK_M
+    first_row = wide(tl.program_id(0) // num_heads) * BLOCK_M
     mask_m = first_row + offs_m < T
     mask = mask_m[:, None] & (offs_e < E)[None, :]
     out_ptrs = out_ptr + first_row * stride_ot + head * stride_oh + offs_m[:, None] * stride_ot + offs_e[None, :]
@@ -66,7 +67,7 @@ def backward_kernel(
     q_item_desc, dout_item_desc, k_item_desc, v_item_desc, dk_desc, dv_desc,
     q_row_desc, dout_row_desc, k_row_desc, v_row_desc, dq_desc,
     lse2_ptr, means_ptr, dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
-    item_tile_ptr, item_slot_ptr, item_full_offsets_ptr, item_full_start_ptr, item_full_end_ptr,
+    work_ptr, item_tile_ptr, item_slot_ptr, item_full_offsets_ptr, item_full_start_ptr, item_full_end_ptr,
     item_partial_offsets_ptr, item_partial_start_ptr, item_partial_end_ptr,
     tile_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
     partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
@@ -79,13 +80,13 @@ def backward_kernel(
     program = tl.program_id(0)
     num_item_programs = num_items * num_kv_heads
     if program < num_item_programs:
-        # Heads are the fast index: every head's most expensive items start first.
+        work = tl.load(work_ptr + program)
         key_gradients(
             q_item_desc, dout_item_desc, k_item_desc, v_item_desc, dk_desc, dv_desc,
             lse2_ptr, means_ptr, dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
             item_tile_ptr, item_slot_ptr, item_full_offsets_ptr, item_full_start_ptr, item_full_end_ptr,
             item_partial_offsets_ptr, item_partial_start_ptr, item_partial_end_ptr, stride_lh,
-            program // num_kv_heads, program % num_kv_heads, num_kv_heads, T, softmax_scale, softcap, window,
+            work // num_kv_heads, work % num_kv_heads, num_kv_heads, T, softmax_scale, softcap, window,
             GROUP, D, E, BLOCK_D, BLOCK_E, ITEM_M, ITEM_N, HAS_SOFTCAP, HAS_WINDOW, UPCAST,
         )  # fmt: skip
     else:

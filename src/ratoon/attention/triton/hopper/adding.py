@@ -257,15 +257,16 @@ def gradients_of_keys(
 def adding_kernel(
     q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, dq_desc, lse2_desc, means_desc,
     dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
-    tile_ptr, slot_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
+    work_ptr, tile_ptr, slot_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
     partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
     T, num_kv_heads, softmax_scale, window,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     NUM_STAGES: gl.constexpr, LAG: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """A program owns an item's keys of one head: BLOCK_N a group. Heads are the fast index, as in the other kernel."""
-    item = gl.program_id(0) // num_kv_heads
-    kv_head = gl.program_id(0) % num_kv_heads
+    """A program owns an item's keys of one head: BLOCK_N a group."""
+    work = gl.load(work_ptr + gl.program_id(0))
+    item = work // num_kv_heads
+    kv_head = work % num_kv_heads
     tile = gl.load(tile_ptr + item)
     slot = gl.load(slot_ptr + item)
     BLOCK_D: gl.constexpr = k_desc.block_type.shape[2]

@@ -24,7 +24,7 @@ def backward_kernel(
     q_desc, dout_desc, k_item_desc, v_item_desc, dk_desc, dv_desc, lse2_desc, means_desc,
     k_row_desc, v_row_desc, dq_desc,
     lse2_ptr, means_ptr, dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
-    item_tile_ptr, item_slot_ptr, item_full_offsets_ptr, item_full_start_ptr, item_full_end_ptr,
+    work_ptr, item_tile_ptr, item_slot_ptr, item_full_offsets_ptr, item_full_start_ptr, item_full_end_ptr,
     item_partial_offsets_ptr, item_partial_start_ptr, item_partial_end_ptr,
     tile_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
     partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
@@ -40,7 +40,9 @@ def backward_kernel(
     program = gl.program_id(0)
     num_item_programs = num_items * num_kv_heads
     if program < num_item_programs:
-        item = program // num_kv_heads
+        work = gl.load(work_ptr + program)
+        item = work // num_kv_heads
+        kv_head = work % num_kv_heads
         tile = gl.load(item_tile_ptr + item)
         slot = gl.load(item_slot_ptr + item)
         if BY_ROLE:
@@ -49,7 +51,7 @@ def backward_kernel(
                 dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
                 item_full_offsets_ptr, item_full_start_ptr, item_full_end_ptr,
                 item_partial_offsets_ptr, item_partial_start_ptr, item_partial_end_ptr,
-                item, tile, slot, program % num_kv_heads, num_kv_heads, T, softmax_scale, window,
+                item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
                 GROUP, D, BLOCK_M, ITEM_N, ITEM_STAGES, HAS_WINDOW,
             )  # fmt: skip
         else:
@@ -58,7 +60,7 @@ def backward_kernel(
                 dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
                 item_full_offsets_ptr, item_full_start_ptr, item_full_end_ptr,
                 item_partial_offsets_ptr, item_partial_start_ptr, item_partial_end_ptr,
-                item, tile, slot, program % num_kv_heads, num_kv_heads, T, softmax_scale, window,
+                item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
                 GROUP, D, BLOCK_M, ITEM_N, ITEM_STAGES, HAS_WINDOW,
             )  # fmt: skip
     else:

@@ -440,7 +440,7 @@ def backward_wide_kernel(
     q_own_desc, dout_own_desc, k_own_desc, v_own_desc, q_tile_desc, dout_tile_desc,
     q_part_desc, dout_part_desc, k_part_desc, v_part_desc, dq_desc, dk_desc, dv_desc,
     lse2_ptr, means_ptr, dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
-    item_tile_ptr, item_slot_ptr, item_full_offsets_ptr, item_full_start_ptr, item_full_end_ptr,
+    work_ptr, item_tile_ptr, item_slot_ptr, item_full_offsets_ptr, item_full_start_ptr, item_full_end_ptr,
     item_partial_offsets_ptr, item_partial_start_ptr, item_partial_end_ptr,
     tile_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
     partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
@@ -455,8 +455,9 @@ def backward_wide_kernel(
     program = gl.program_id(0)
     num_item_programs = num_items * num_kv_heads
     if program < 2 * num_item_programs:
-        item = program % num_item_programs // num_kv_heads
-        kv_head = program % num_kv_heads
+        work = gl.load(work_ptr + program % num_item_programs)
+        item = work // num_kv_heads
+        kv_head = work % num_kv_heads
         tile = gl.load(item_tile_ptr + item)
         slot = gl.load(item_slot_ptr + item)
         if program < num_item_programs:

@@ -76,7 +76,8 @@ def backward(
             *(_tiles(x, blocks.keys, D // 2) for x in (q_THD, dout_THD, k_THD, v_THD)),
             *(_tiles(x, GROUP_ROWS, D // 2) for x in gradients),
             lse2_HT, means_HT, *parts, plan.expiry_T, plan.positions_T,
-            items.tile_I, items.slot_I, *items.full, *items.partial, rows.tile_R, *rows.full, *rows.partial,
+            items.work_P, items.tile_I, items.slot_I, *items.full, *items.partial,
+            rows.tile_R, *rows.full, *rows.partial,
             lse2_HT.stride(0), T, num_items, num_tiles, Hkv, scoring.softmax_scale, plan.window,
             GROUP=Hq // Hkv, ITEM_TILE=blocks.item_rows, ROW_TILE=blocks.keys,
             HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
@@ -88,7 +89,8 @@ def backward(
         *(_row_terms(x, blocks.item_rows) for x in (lse2_HT, means_HT)),
         *(_tiles(x, blocks.keys) for x in (k_THD, v_THD)), _tiles(dq_THD, GROUP_ROWS),
         lse2_HT, means_HT, *parts, plan.expiry_T, plan.positions_T,
-        items.tile_I, items.slot_I, *items.full, *items.partial, rows.tile_R, *rows.full, *rows.partial,
+        items.work_P, items.tile_I, items.slot_I, *items.full, *items.partial,
+        rows.tile_R, *rows.full, *rows.partial,
         lse2_HT.stride(0), T, num_items, num_tiles, Hkv, scoring.softmax_scale, plan.window,
         GROUP=Hq // Hkv, D=D, BLOCK_M=blocks.item_rows, ITEM_N=GROUP_ROWS, BLOCK_N=blocks.keys,
         ITEM_STAGES=blocks.item_stages, KEY_STAGES=blocks.key_stages, VALUE_STAGES=blocks.value_stages,
@@ -104,11 +106,11 @@ def backward_adding(
     """Adds dq, before its scale, to the sums [tiles, Hq, M, D]; writes dk and dv, and the parts of split tiles."""
     T, Hq, D = q_THD.shape
     Hkv = k_THD.shape[1]
-    adding_kernel[(items.tile_I.shape[0] * Hkv,)](
+    adding_kernel[(items.work_P.shape[0],)](
         *(_tiles(x, item_rows) for x in (q_THD, dout_THD)),
         *(_tiles(x, GROUP_ROWS) for x in (k_THD, v_THD, dk_THD, dv_THD)),
         _sums(sums_RHMD), *(_row_terms(x, item_rows) for x in (lse2_HT, means_HT)),
-        *parts, plan.expiry_T, plan.positions_T, items.tile_I, items.slot_I, *items.full, *items.partial,
+        *parts, plan.expiry_T, plan.positions_T, items.work_P, items.tile_I, items.slot_I, *items.full, *items.partial,
         T, Hkv, scoring.softmax_scale, plan.window,
         GROUP=Hq // Hkv, D=D, BLOCK_M=item_rows, BLOCK_N=GROUP_ROWS, NUM_STAGES=item_stages, LAG=lag,
         HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
