@@ -16,6 +16,7 @@ from ratoon.attention import AttentionPlan, reference
 from ratoon.attention.autograd import KernelPair, attend
 from ratoon.attention.kernel import Scoring
 from ratoon.attention.triton import adding
+from ratoon.attention.triton.schedule import build_key_schedule
 from ratoon.layout import PackedLayout, pack_documents
 
 HAS_GPU = torch.cuda.is_available()
@@ -95,6 +96,18 @@ def test_a_prompt_below_many_rows_is_split_and_added_up(head_dim: int):
 def test_groups_may_drift_one_or_two_tiles_apart(monkeypatch: pytest.MonkeyPatch, layout: PackedLayout, lag: int):
     monkeypatch.setattr(adding, "ADDING_BLOCKS", {128: replace(adding.ADDING_BLOCKS[128], lag=lag)})
     check(layout, make_case(layout, heads=(4, 2), head_dim=128))
+
+
+@pytest.mark.parametrize("is_from_end", [False, True])
+@pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))
+def test_rows_visit_from_either_end(monkeypatch: pytest.MonkeyPatch, head_dim: int, is_from_end: bool):
+    """A window ends before the first response does: the prompt's keys are read by two intervals of rows."""
+    blocks = replace(adding.ADDING_BLOCKS[head_dim], is_from_end=is_from_end)
+    monkeypatch.setattr(adding, "ADDING_BLOCKS", {head_dim: blocks})
+    layout, window = make_groups((150, [500, 130])), 200
+    items = build_key_schedule(AttentionPlan.build(layout, window=window), blocks.rows, adding.ITEM_KEYS, 1, 2)
+    assert max(items.partial.offsets.diff()) > 1, "the case no longer has a gap"
+    check(layout, make_case(layout, heads=(6, 2), head_dim=head_dim), window=window)
 
 
 @pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))

@@ -50,6 +50,11 @@ class AddingBlocks:
     Shared memory holds twice as many tiles' score gradients.
     """
 
+    is_from_end: bool = True
+    """Visiting tiles come from the end of an item's rows, which its neighbours have in common with it; every head of a
+    tile before the next tile. Else head after head, from each item's own first row.
+    """
+
 
 ADDING_BLOCKS = {64: AddingBlocks(rows=128, stages=2, lag=1), 128: AddingBlocks(rows=64, stages=2, lag=2)}
 """By head dim, padded, of queries, keys and values alike."""
@@ -78,7 +83,7 @@ def backward(
     launches = import_module("ratoon.attention.triton.hopper.launch")
     launches.backward_adding(
         dout_THE, q_THD, k_THD, v_THE, lse2_HT, means_HT, sums_RHMD, dk_THD, dv_THE, (dk_parts, dv_parts),
-        plan, scoring, items, blocks.rows, blocks.stages, blocks.lag,
+        plan, scoring, items, blocks.rows, blocks.stages, blocks.lag, blocks.is_from_end,
     )  # fmt: skip
     finish_kernel[(num_tiles, Hq)](
         sums_RHMD, dq_THD, *dq_THD.stride()[:2], T, Hq, scoring.softmax_scale,

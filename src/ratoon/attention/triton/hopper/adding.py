@@ -103,16 +103,28 @@ def add_rows(
     offsets_ptr, start_ptr, end_ptr, item, kv_head, keys, lifetime, key_positions, positions_ptr, T, factor, window,
     PRODUCTS: gl.constexpr, GRADS: gl.constexpr, GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, NUM_HEADS,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    NUM_STAGES: gl.constexpr, LAG: gl.constexpr, IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    NUM_STAGES: gl.constexpr, LAG: gl.constexpr, FROM_END: gl.constexpr,
+    IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Adds one list of row tiles to dK and dV, [N, D] each, and dQ of tiles up to LAG ago to the sums."""
     NUM_PARTS: gl.constexpr = BLOCK_M // BLOCK
     k_squares = squares(k_smem, NUM_GROUPS * (BLOCK_D // BLOCK))
-    for interval in range(gl.load(offsets_ptr + item), gl.load(offsets_ptr + item + 1)):
+    NUM_TURNS: gl.constexpr = 1 if FROM_END else GROUP
+    first_interval = gl.load(offsets_ptr + item)
+    stop_interval = gl.load(offsets_ptr + item + 1)
+    for index in range(first_interval, stop_interval):
+        interval = index
+        if FROM_END:
+            interval = first_interval + stop_interval - 1 - index
         start = gl.load(start_ptr + interval)
-        end = gl.load(end_ptr + interval)
-        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-            for row_tile in range(start, end):
+        length = gl.load(end_ptr + interval) - start
+        for turn in range(0, NUM_TURNS):
+            for step in range(0, length * (GROUP // NUM_TURNS)):
+                head = kv_head * GROUP + turn
+                row_tile = start + step
+                if FROM_END:
+                    head = kv_head * GROUP + step % GROUP
+                    row_tile = start + length - 1 - step // GROUP
                 dq = multiply_keys(
                     dscores_smem, dscores_ready, k_squares, count, GROUP_INDEX, BLOCK_M, BLOCK_D, LAG
                 )  # fmt: skip
@@ -182,7 +194,7 @@ def gradients_of_keys(
     item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
     GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    NUM_STAGES: gl.constexpr, LAG: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    NUM_STAGES: gl.constexpr, LAG: gl.constexpr, FROM_END: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: 64 keys, and half of what each tile of rows gets of all 128."""
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -217,14 +229,16 @@ def gradients_of_keys(
         ready, free, dscores_ready, dk, dv, count, last_place, next_place,
         partial_offsets_ptr, partial_start_ptr, partial_end_ptr, item, kv_head, keys, lifetime, key_positions,
         positions_ptr, T, factor, window,
-        PRODUCTS, GRADS, GROUP_INDEX, GROUP, num_heads, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, True, HAS_WINDOW,
+        PRODUCTS, GRADS, GROUP_INDEX, GROUP, num_heads, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, FROM_END, True,
+        HAS_WINDOW,
     )  # fmt: skip
     dk, dv, count, last_place, next_place = add_rows(
         k_smem, v_smem, q_smem, dout_smem, lse2_smem, means_smem, dscores_smem, dq_desc, half_smem,
         ready, free, dscores_ready, dk, dv, count, last_place, next_place,
         full_offsets_ptr, full_start_ptr, full_end_ptr, item, kv_head, keys, lifetime, key_positions,
         positions_ptr, T, factor, window,
-        PRODUCTS, GRADS, GROUP_INDEX, GROUP, num_heads, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, False, HAS_WINDOW,
+        PRODUCTS, GRADS, GROUP_INDEX, GROUP, num_heads, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, FROM_END, False,
+        HAS_WINDOW,
     )  # fmt: skip
     k_squares = squares(k_smem, NUM_GROUPS * (BLOCK_D // BLOCK))
     for lag in gl.static_range(LAG):
@@ -261,9 +275,12 @@ def adding_kernel(
     partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
     T, num_kv_heads, softmax_scale, window,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    NUM_STAGES: gl.constexpr, LAG: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    NUM_STAGES: gl.constexpr, LAG: gl.constexpr, FROM_END: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """A program owns an item's keys of one head: BLOCK_N a group."""
+    """A program owns an item's keys of one head: BLOCK_N a group.
+
+    FROM_END: programs that start together read the same rows at the same time, the last ones first.
+    """
     work = gl.load(work_ptr + gl.program_id(0))
     item = work // num_kv_heads
     kv_head = work % num_kv_heads
@@ -289,7 +306,7 @@ def adding_kernel(
                 own_ready, ready, free, dscores_ready, keys_spent,
                 full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
                 item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
-                0, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, HAS_WINDOW,
+                0, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, FROM_END, HAS_WINDOW,
             )),
             (gradients_of_keys, (
                 dk_desc, dv_desc, dq_desc, dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
@@ -297,13 +314,13 @@ def adding_kernel(
                 own_ready, ready, free, dscores_ready, keys_spent,
                 full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
                 item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
-                1, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, HAS_WINDOW,
+                1, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, FROM_END, HAS_WINDOW,
             )),
             (copy_for_keys, (
                 q_desc, dout_desc, k_desc, v_desc, lse2_desc, means_desc,
                 q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, own_ready, ready, free,
                 full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                item, tile, kv_head, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES,
+                item, tile, kv_head, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES, FROM_END,
             )),
         ],
         [4, 1],

@@ -102,6 +102,7 @@ def backward_adding(
     dout_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, lse2_HT: Tensor, means_HT: Tensor,
     sums_RHMD: Tensor, dk_THD: Tensor, dv_THD: Tensor, parts: tuple[Tensor, Tensor],
     plan: AttentionPlan, scoring: Scoring, items: KeySchedule, item_rows: int, item_stages: int, lag: int,
+    is_from_end: bool,
 ) -> None:  # fmt: skip
     """Adds dq, before its scale, to the sums [tiles, Hq, M, D]; writes dk and dv, and the parts of split tiles."""
     T, Hq, D = q_THD.shape
@@ -113,7 +114,7 @@ def backward_adding(
         *parts, plan.expiry_T, plan.positions_T, items.work_P, items.tile_I, items.slot_I, *items.full, *items.partial,
         T, Hkv, scoring.softmax_scale, plan.window,
         GROUP=Hq // Hkv, D=D, BLOCK_M=item_rows, BLOCK_N=GROUP_ROWS, NUM_STAGES=item_stages, LAG=lag,
-        HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
+        FROM_END=is_from_end, HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
