@@ -25,11 +25,19 @@ class Kernel:
 
     features: frozenset[Feature]
 
+    min_head_dim: int = 1
     max_head_dim: int | None = None
     """Of the larger of the two head dims; None: any."""
 
+    is_for_one_head_dim: bool = False
+    """Values have the head dim of queries and keys."""
+
     def lacks(self, request: AttentionRequest, relevant: frozenset[Feature]) -> list[str]:
         missing: list[str] = []
+        if request.larger_head_dim < self.min_head_dim:
+            missing.append(f"head dim {request.larger_head_dim} (at least {self.min_head_dim})")
+        if self.is_for_one_head_dim and request.head_dim != request.v_head_dim:
+            missing.append(f"head dims {request.head_dim} and {request.v_head_dim} (one for keys and values)")
         if self.max_head_dim is not None and request.larger_head_dim > self.max_head_dim:
             missing.append(f"head dim {request.larger_head_dim} (at most {self.max_head_dim})")
         return [*missing, *sorted(request.features & relevant - self.features)]
@@ -111,6 +119,19 @@ SPECS = (
         backward=Kernel(features=OF_BACKWARD, max_head_dim=512),
     ),
     ImplSpec(
+        name="triton-adding",
+        impl="triton",
+        provider="fused, dq added",
+        home="ratoon.attention.triton.adding",
+        device_types=frozenset({"cuda"}),
+        dtypes=_HALF,
+        forward=Kernel(features=OF_FORWARD, min_head_dim=33, max_head_dim=128, is_for_one_head_dim=True),
+        # Programs add to rows of dq as they come.
+        backward=Kernel(
+            features=frozenset({"sliding window"}), min_head_dim=33, max_head_dim=128, is_for_one_head_dim=True
+        ),
+    ),
+    ImplSpec(
         name="flash-fa2",
         impl="flash",
         provider="torch-fa2",
@@ -180,6 +201,8 @@ def why_not_here(name: str) -> str | None:
         case "flash":
             return flash_providers.why_not_here(spec.provider)
         case "triton":
+            if name == "triton-adding":
+                return _why_no_triton() or _why_not_hopper()
             return None if _triton_is_interpreted() else _why_no_triton()
         case "flex":
             return _why_no_flex() or (flash_providers.why_not_here("fa4") if name == "flex-fa4" else None)
@@ -203,10 +226,16 @@ def _why_no_triton() -> str | None:
     return None
 
 
+def _why_not_hopper() -> str | None:
+    if torch.version.hip is not None or torch.cuda.get_device_capability()[0] != 9:
+        return "not a Hopper GPU"
+    return None
+
+
 def _triton_is_interpreted() -> bool:
     """Triton's own switch: its kernels then run, slowly, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 
 
 def device_types_of(spec: ImplSpec) -> frozenset[str] | None:
-    return frozenset({"cpu"}) if spec.impl == "triton" and _triton_is_interpreted() else spec.device_types
+    return frozenset({"cpu"}) if spec.name == "triton" and _triton_is_interpreted() else spec.device_types

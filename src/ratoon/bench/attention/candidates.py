@@ -13,7 +13,7 @@ from ratoon.attention import AttentionPlan, AttentionRequest, forest_attention, 
 from ratoon.bench.attention.cases import AttentionCase
 from ratoon.types.errors import UserError
 
-GPU_IMPLS = ("auto", "flash-fa4", "triton", "flex-fa4", "flash-fa3", "flash-fa2", "flex-triton")
+GPU_IMPLS = ("auto", "flash-fa4", "triton-adding", "triton", "flex-fa4", "flash-fa3", "flash-fa2", "flex-triton")
 CPU_IMPLS = ("auto", "flash-cpu", "reference")
 OUR_IMPLS = (*GPU_IMPLS, *(name for name in CPU_IMPLS if name not in GPU_IMPLS))
 
