@@ -28,7 +28,7 @@ from ratoon.attention.specs import OF_BACKWARD, OF_FORWARD, SPECS, spec_named
 
 LAYOUT = make_groups((3, [2, 1]))
 
-GPU_IMPLS = ("flash-fa4", "flash-fa3", "triton", "flash-fa2", "flex-triton", "flex-fa4", "reference")
+GPU_IMPLS = ("flash-fa4", "flash-fa3", "triton", "triton-adding", "flash-fa2", "flex-triton", "flex-fa4", "reference")
 
 Machine = Callable[..., None]
 
@@ -92,26 +92,33 @@ def test_auto_takes_the_reference_for_what_flash_lacks_and_says_why(feature: Fea
 
 
 @pytest.mark.parametrize(
-    ("request_", "taken"),
+    ("request_", "forward", "backward"),
     [
-        (on_gpu(), "flash-fa4"),
-        (on_gpu("sinks"), "flash-fa4"),
-        (on_gpu(dim=64), "flash-fa4"),
-        (on_gpu("sliding window"), "triton"),
-        (on_gpu("sliding window", "softcap", "sinks", "deterministic backward"), "triton"),
-        (on_gpu("softcap", "sinks", dim=256), "flash-fa4"),
-        (on_gpu(dim=192, v_dim=128), "flash-fa4"),
-        (on_gpu(dim=512), "triton"),
-        (on_gpu(dtype=torch.float32), "triton"),
-        (on_gpu(dtype=torch.float64), "reference"),
-        (on_gpu(dim=640), "reference"),
+        (on_gpu(), "flash-fa4", "triton-adding"),
+        (on_gpu("sinks"), "flash-fa4", "triton-adding"),
+        (on_gpu(dim=64), "flash-fa4", "triton-adding"),
+        (on_gpu(dim=16), "triton", "triton"),
+        (on_gpu("sliding window"), "triton", "triton-adding"),
+        (on_gpu("sliding window", "softcap", "sinks", "deterministic backward"), "triton", "triton"),
+        (on_gpu("softcap", "sinks", dim=256), "flash-fa4", "flash-fa4"),
+        (on_gpu(dim=192, v_dim=128), "flash-fa4", "flash-fa4"),
+        (on_gpu(dim=256), "triton", "triton"),
+        (on_gpu(dim=512), "triton", "triton"),
+        (on_gpu(dtype=torch.float32), "triton", "triton"),
+        (on_gpu(dtype=torch.float64), "reference", "reference"),
+        (on_gpu(dim=640), "reference", "reference"),
     ],
 )
-def test_what_auto_takes_on_a_hopper_gpu(machine: Machine, request_: AttentionRequest, taken: str):
+def test_what_auto_takes_on_a_hopper_gpu(machine: Machine, request_: AttentionRequest, forward: str, backward: str):
     """Megatron-LM#7417: no back end at all for packed input with large heads."""
     machine("sm90", *GPU_IMPLS)
     choice = resolve_impl(request_)
-    assert (choice.forward, choice.backward) == (taken, taken)
+    assert (choice.forward, choice.backward) == (forward, backward)
+
+
+def test_auto_needs_no_package_on_a_hopper_gpu(machine: Machine):
+    machine("sm90", "triton", "triton-adding", "flash-fa2", "reference")
+    assert resolve_impl(on_gpu()).kernels == "forward triton, backward triton-adding"
 
 
 def test_auto_pairs_kernels_where_a_fixed_order_is_asked_for(machine: Machine):
@@ -183,7 +190,8 @@ def test_every_call_is_served_in_full_or_refused(
             assert request.features & OF_FORWARD <= forward.forward.features
             assert request.features & OF_BACKWARD <= backward.backward.features
             for kernel in (forward.forward, backward.backward):
-                assert max(dim, v_dim) <= (kernel.max_head_dim or 10**6)
+                assert kernel.min_head_dim <= max(dim, v_dim) <= (kernel.max_head_dim or 10**6)
+                assert dim == v_dim or not kernel.is_for_one_head_dim
             assert all(dtype in spec.dtypes for spec in (forward, backward))
     assert num_refused
     assert num_served or not {spec.name for spec in SPECS if impl in (spec.impl, spec.name)} & set(installed)

@@ -30,8 +30,9 @@ def test_every_implementation_is_described(spec: ImplSpec):
         "sinks" in both,
     )
     assert (deterministic != "no") == ("deterministic backward" in spec.backward.features & OF_BACKWARD)
-    assert spec.forward.max_head_dim == spec.backward.max_head_dim
-    assert head_dims == ("any" if spec.forward.max_head_dim is None else f"to {spec.forward.max_head_dim}")
+    smallest, largest = spec.forward.min_head_dim, spec.forward.max_head_dim
+    assert (smallest, largest) == (spec.backward.min_head_dim, spec.backward.max_head_dim)
+    assert head_dims == ("any" if largest is None else f"to {largest}" if smallest == 1 else f"{smallest} to {largest}")
 
 
 def test_the_example_of_a_run_log_is_what_a_cpu_logs():

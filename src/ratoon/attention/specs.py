@@ -121,7 +121,7 @@ SPECS = (
     ImplSpec(
         name="triton-adding",
         impl="triton",
-        provider="fused, dq added",
+        provider="fused-adding",
         home="ratoon.attention.triton.adding",
         device_types=frozenset({"cuda"}),
         dtypes=_HALF,
