@@ -1,7 +1,8 @@
-"""Groups to parts: whole where they fit one microbatch, cut by responses where they do not."""
+"""Groups to parts: whole where they fit one microbatch and one rank's share, cut by responses where they do not."""
 
 # Shape letters: P prompt tokens, R response tokens, G groups, Q responses of all groups.
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,44 +29,51 @@ class Part:
     """Predicted seconds, without the cost of the microbatch around it."""
 
 
-def cut_groups(shapes: Sequence[GroupShape], table: ShapeTable, *, max_rows: int, cost: CostModel) -> list[Part]:
+def cut_groups(
+    shapes: Sequence[GroupShape], table: ShapeTable, *, max_rows: int, cost: CostModel, max_work_s: float = math.inf
+) -> list[Part]:
     """Every response of every group in exactly one part of at most `max_rows` rows; in order of groups.
 
+    max_work_s: parts cost no more where cutting helps: a part has at least one response, and each its prompt.
     A group without responses has no part. Responses without tokens travel with the group's first part.
     """
     _check_each_response_fits(shapes, table, max_rows)
-    work_G = cost.prompt_s(table.prompt_tokens_G)
-    np.add.at(
-        work_G,
-        table.group_of_Q,
-        cost.response_s(table.prompt_tokens_G[table.group_of_Q], table.response_tokens_Q),
-    )
+    prompt_s_G = cost.prompt_s(table.prompt_tokens_G)
+    response_s_Q = cost.response_s(table.prompt_tokens_G[table.group_of_Q], table.response_tokens_Q)
+    work_G = prompt_s_G.copy()
+    np.add.at(work_G, table.group_of_Q, response_s_Q)
+    first_G = np.cumsum(table.group_sizes_G) - table.group_sizes_G
     parts: list[Part] = []
     for index, (rows, work) in enumerate(zip(table.rows_G.tolist(), work_G.tolist(), strict=True)):
         P, lengths = shapes[index].num_prompt_tokens, shapes[index].response_lengths
         if not lengths:
             continue
-        if rows <= max_rows:
+        if rows <= max_rows and (work <= max_work_s or len(lengths) == 1):
             parts.append(Part(index, tuple(range(len(lengths))), rows, work))
             continue
-        for chosen in _cut_responses(lengths, max_rows - P):
+        response_s = response_s_Q[first_G[index] : first_G[index] + len(lengths)].tolist()
+        room_s = max(max_work_s - float(prompt_s_G[index]), *response_s)
+        fewest = 1 if room_s == math.inf else math.ceil(math.fsum(response_s) / room_s * (1 - 1e-9))
+        for chosen in _cut_responses(lengths, response_s, max_rows - P, fewest):
             part_lengths = [lengths[response] for response in chosen]
             parts.append(Part(index, tuple(chosen), P + sum(part_lengths), cost.part_s(P, part_lengths)))
     return parts
 
 
-def _cut_responses(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Response indices by part: few parts (as best-fit decreasing finds them), of like size where room allows."""
+def _cut_responses(
+    lengths: Sequence[int], response_s: Sequence[float], capacity: int, fewest_by_work: int
+) -> list[list[int]]:
+    """Response indices by part: few parts (as best-fit decreasing finds them), that cost alike where room allows."""
     tokens = [index for index, length in enumerate(lengths) if length > 0]
-    sizes = [lengths[index] for index in tokens]
-    fewest = -(-sum(sizes) // capacity)
-    bins = spread(sizes, sizes, capacity, fewest)
+    sizes, weights = [lengths[index] for index in tokens], [response_s[index] for index in tokens]
+    fewest = min(max(-(-sum(sizes) // capacity), fewest_by_work), len(tokens)) if tokens else 1
+    bins = spread(sizes, weights, capacity, fewest)
     if bins is None:
         tight = best_fit(sizes, capacity)
-        bins = spread(sizes, sizes, capacity, len(tight)) or tight
+        bins = spread(sizes, weights, capacity, max(len(tight), fewest)) or tight
     parts = [[tokens[item] for item in items] for items in bins]
     parts[0].extend(index for index, length in enumerate(lengths) if length == 0)
-    return sorted(sorted(part) for part in parts)
+    return sorted(sorted(part) for part in parts if part)
 
 
 def _check_each_response_fits(shapes: Sequence[GroupShape], table: ShapeTable, max_rows: int) -> None:
