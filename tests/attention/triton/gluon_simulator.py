@@ -32,12 +32,16 @@ class SimulationError(Exception):
 
 
 class Sim(Tensor):
-    """A tensor whose `.to(uint32)` compares as unsigned numbers do."""
+    """A tensor that is a value, and whose `.to(uint32)` compares as unsigned numbers do."""
 
     def to(self, dtype: Any, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if dtype == "uint32":
             return self.long() & 0xFFFFFFFF
         return super().to(dtype)
+
+    def __iadd__(self, other: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A value of a kernel never changes: its name gets another."""
+        return self + other
 
 
 def _sim(value: Any) -> Tensor:
@@ -288,7 +292,7 @@ def _warp_specialize(partitions: Any, worker_num_warps: list[int], worker_num_re
 def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
     if dtype == torch.int64:
         return Barriers([Barrier() for _ in range(shape[0])])
-    return Shared(torch.full(shape, torch.nan, dtype=dtype))
+    return Shared(torch.full(shape, torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype))
 
 
 def _init(barrier: Barrier, count: int) -> None:
@@ -319,6 +323,17 @@ class Kernel:
         return launch
 
 
+def _assembled(asm: str, args: list[Tensor]) -> Tensor:
+    """What our pieces of assembly compute."""
+    if "cvt.rn.bf16x2" in asm or "cvt.rn.f16x2" in asm:
+        return _sim(args[0].to(torch.bfloat16 if "bf16x2" in asm else torch.float16).to(torch.float32))
+    if "setp.lt.u32" in asm:
+        values, x, y = (_sim(arg) for arg in args)
+        return _sim(torch.where(x.to("uint32") < y.to("uint32"), values, -math.inf))
+    assert "bar.warp.sync" in asm, f"the simulator does not know {asm}"
+    return args[0]
+
+
 def _language() -> ModuleType:
     gl: Any = ModuleType("gl")
     gl.constexpr = lambda value: value
@@ -337,7 +352,7 @@ def _language() -> ModuleType:
     gl.sum = lambda x, axis: x.sum(dim=axis)
     gl.exp2, gl.log2 = torch.exp2, torch.log2
     gl.convert_layout = lambda x, layout: x
-    gl.inline_asm_elementwise = lambda asm, constraints, args, **_: args[0]
+    gl.inline_asm_elementwise = lambda asm, constraints, args, **_: _assembled(asm, args)
     gl.warp_specialize = _warp_specialize
     gl.NVMMADistributedLayout = gl.SliceLayout = gl.DotOperandLayout = gl.SwizzledSharedLayout = lambda *args, **_: None
     gl.NVMMASharedLayout = type("NVMMASharedLayout", (), {

@@ -1,12 +1,14 @@
 """The kernels for Hopper against float64: on a simulator here, as compiled on a Hopper GPU."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from tests.attention.oracle import (
     Case,
     assert_within_error_budget,
+    dense_attention,
     dense_mask,
     make_case,
     make_chain,
@@ -17,6 +19,7 @@ from tests.attention.triton.gluon_simulator import simulated_hopper
 from torch import Tensor
 
 from ratoon.attention import AttentionPlan, forest_attention
+from ratoon.attention.kernel import Scoring
 from ratoon.attention.triton import attention as triton_attention
 from ratoon.attention.triton.blocks import HOPPER_BLOCKS
 from ratoon.layout import PackedLayout, pack_documents
@@ -102,3 +105,73 @@ def test_gradients_are_the_same_bits_in_every_run(head_dim: int):
     case = make_case(GROUPS, heads=(2, 1), head_dim=head_dim).to(torch.bfloat16, DEVICE)
     first, *others = (output_and_gradients(attend(GROUPS), case) for _ in range(3))
     assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
+
+
+VARIANTS = {
+    "persistent": {"forward_is_persistent": True},
+    "three-groups": {"forward_rows": 192},
+    "three-groups-persistent": {"forward_rows": 192, "forward_is_persistent": True},
+    "three-stages": {"forward_stages": 3},
+}
+
+
+def check_forward(
+    monkeypatch: pytest.MonkeyPatch, layout: PackedLayout, variant: str, *, window: int | None = None,
+    has_sinks: bool = False, head_dim: int = 64, num_programs: int = 3,
+) -> None:  # fmt: skip
+    """Against the kernel as it is: the same bits from the same tiles, else as near to float64."""
+    mask_TT = dense_mask(layout, window)
+    drawn = make_case(layout, heads=(2, 1), head_dim=head_dim, has_sinks=has_sinks)
+    case = drawn.to(torch.bfloat16, DEVICE)
+    plan, scoring = AttentionPlan.build(layout, DEVICE, window), Scoring(softmax_scale=head_dim**-0.5)
+    inputs = (case.q_THD, case.k_THD, case.v_THE, case.sinks_H, plan, scoring)
+    out_THD, lse_HT = triton_attention.forward(*inputs)
+    launch = triton_attention.import_module("ratoon.attention.triton.hopper.launch")
+    monkeypatch.setattr(launch, "num_multiprocessors", lambda _: num_programs)
+    blocks = replace(HOPPER_BLOCKS[head_dim], **VARIANTS[variant])
+    monkeypatch.setitem(HOPPER_BLOCKS, head_dim, blocks)
+    others_out_THD, others_lse_HT = triton_attention.forward(*inputs)
+    if blocks.forward_rows == 128:
+        assert torch.equal(others_out_THD, out_THD)
+        assert torch.equal(others_lse_HT, lse_HT)
+        return
+    exact_THD = dense_attention(case.to(torch.float64, DEVICE), mask_TT.to(DEVICE))
+    error, others_error = ((x.double() - exact_THD).abs().max().item() for x in (out_THD, others_out_THD))
+    assert others_error <= 1.5 * error, f"{others_error:.2e}, {error:.2e} with two groups"
+    assert torch.allclose(others_lse_HT, lse_HT, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", [GROUPS, CHAIN, DOCUMENTS], ids=["groups", "chain", "documents"])
+def test_forward_variants(monkeypatch: pytest.MonkeyPatch, layout: PackedLayout, variant: str):
+    check_forward(monkeypatch, layout, variant)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_persistent_programs_of_other_head_dims(monkeypatch: pytest.MonkeyPatch, head_dim: int):
+    """Outputs of wide heads leave by way of the rows' memory, which is then free for the next rows."""
+    check_forward(monkeypatch, GROUPS, "persistent", head_dim=head_dim)
+
+
+def test_three_groups_of_wide_heads(monkeypatch: pytest.MonkeyPatch):
+    check_forward(monkeypatch, GROUPS, "three-groups", head_dim=128)
+
+
+@pytest.mark.parametrize("variant", ["persistent", "three-groups-persistent"])
+@pytest.mark.parametrize(("window", "has_sinks"), [(20, False), (200, True), (None, True)])
+def test_windows_and_sinks_of_variants(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, has_sinks: bool, variant: str
+):
+    check_forward(monkeypatch, GROUPS, variant, window=window, has_sinks=has_sinks)
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 127, 128, 129, 191, 192, 193])
+def test_rows_around_the_borders_of_three_groups(monkeypatch: pytest.MonkeyPatch, num_rows: int):
+    check_forward(monkeypatch, make_groups((num_rows, [3])), "three-groups-persistent")
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 5, 40])
+def test_programs_with_many_tiles_and_with_none(monkeypatch: pytest.MonkeyPatch, num_programs: int):
+    layout = make_groups((150, [70, 130, 1]))
+    check_forward(monkeypatch, layout, "persistent", num_programs=num_programs)
+    check_forward(monkeypatch, layout, "three-groups-persistent", num_programs=num_programs)

@@ -29,6 +29,10 @@ class Blocks:
     backward_stages: int
 
 
+GROUP_ROWS = 64
+"""Rows or keys that a group of warps owns on Hopper: the height of its matrix products."""
+
+
 @dataclass(frozen=True, slots=True)
 class HopperBlocks:
     """Tiles of the kernels in `hopper`, and how many visiting ones shared memory holds at once."""
@@ -49,6 +53,14 @@ class HopperBlocks:
 
     is_wide: bool = False
     """Both passes split the head dim between the groups: `forward_wide.py`, `backward_wide.py`."""
+
+    forward_is_persistent: bool = False
+    """The forward pass has a program for each multiprocessor, which walks a list of tiles of rows."""
+
+    @property
+    def forward_groups(self) -> int:
+        """Groups of four warps that own `GROUP_ROWS` rows each."""
+        return self.forward_rows // GROUP_ROWS
 
 
 _SMALLEST = Blocks(16, 16, 4, 1, True, 16, 16, 16, 16, 4, 1)

@@ -24,6 +24,9 @@ from ratoon.attention.tiles import Intervals, TileState, build_tile_map
 PARTIAL_COST = 1.4
 """Time of a partial tile in full ones: the mask's loads and comparisons."""
 
+START_COST = 1.5
+"""Time in full tiles of what a tile of rows takes besides its keys: its own rows in, its output out."""
+
 MAX_SHARE = 1.0
 """An item takes at most this part of what each multiprocessor has to do for keys. Work for rows fills the gaps."""
 
@@ -56,6 +59,23 @@ class RowSchedule:
     partial: DeviceIntervals
     """Tiles of keys, listed by number of the row tile."""
 
+    key_terms: Tensor
+    """[2, tiles * key_tile] int32 of each key: how many rows from its own on may read it, and its position.
+
+    Keys behind the last one are read by no row.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowWork:
+    """What each program of a persistent kernel does."""
+
+    work_P: Tensor
+    """[P] int32, query head * R + tile of rows, program by program."""
+
+    offsets_W: Tensor
+    """[programs + 1] int32. Program w does work [offsets[w], offsets[w + 1])."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeySchedule:
@@ -83,15 +103,35 @@ class KeySchedule:
     """[P] int32, item * num_kv_heads + key head of each program, in the order in which they start."""
 
 
-def build_row_schedule(plan: AttentionPlan, row_tile: int, key_tile: int) -> RowSchedule:
+def build_row_schedule(plan: AttentionPlan, row_tile: int, key_tile: int, is_by_tree: bool = False) -> RowSchedule:
+    """is_by_tree: tiles of one tree start one after the other, the costliest tree first, and read the same keys."""
     tiles = build_tile_map(plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile)
     full = tiles.key_intervals_of_rows(TileState.FULL)
     partial = tiles.key_intervals_of_rows(TileState.PARTIAL)
     costs_R = _lengths(full) + PARTIAL_COST * _lengths(partial)
+    tree_R = _trees(plan)[::row_tile] if is_by_tree else np.zeros(costs_R.size, np.intp)
     return RowSchedule(
-        tile_R=_on_device(_by_falling(costs_R), plan),
+        tile_R=_on_device(_by_falling_in_groups(costs_R, tree_R), plan),
         full=_intervals_on_device(full, plan),
         partial=_intervals_on_device(partial, plan),
+        key_terms=_on_device(_key_terms(plan, key_tile), plan),
+    )
+
+
+def build_row_work(
+    plan: AttentionPlan, row_tile: int, key_tile: int, num_heads: int, num_workers: int, is_by_tree: bool = False
+) -> RowWork:
+    """Every head's tiles in the order of `build_row_schedule`, each to the worker that is expected to be free first."""
+    tiles = build_tile_map(plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile)
+    full_R, partial_R = ((tiles.state_RK == state).sum(axis=1) for state in (TileState.FULL, TileState.PARTIAL))
+    costs_R = full_R + PARTIAL_COST * partial_R
+    tree_R = _trees(plan)[::row_tile] if is_by_tree else np.zeros(costs_R.size, np.intp)
+    order_R = _by_falling_in_groups(costs_R, tree_R)
+    work_P = (np.arange(num_heads, dtype=np.int32)[:, None] * costs_R.size + order_R).ravel()
+    worker_P = _first_free(np.tile(costs_R[order_R] + START_COST, num_heads), num_workers)
+    return RowWork(
+        work_P=_on_device(work_P[np.argsort(worker_P, kind="stable")], plan),
+        offsets_W=_on_device(_offsets(np.bincount(worker_P, minlength=num_workers)), plan),
     )
 
 
@@ -211,6 +251,35 @@ def _makespan(costs: NDArray[np.float64], num_workers: int) -> float:
     return max(busy_until)
 
 
+def _first_free(costs_P: NDArray[np.float64], num_workers: int) -> NDArray[np.intp]:
+    """[P] the worker that each goes to, if whoever is free takes the next."""
+    busy_until = [(0.0, worker) for worker in range(num_workers)]
+    worker_P = np.empty(costs_P.size, np.intp)
+    for index, cost in enumerate(costs_P.tolist()):
+        time, worker = busy_until[0]
+        heapq.heapreplace(busy_until, (time + cost, worker))
+        worker_P[index] = worker
+    return worker_P
+
+
+def _trees(plan: AttentionPlan) -> NDArray[np.intp]:
+    """[T] the root of each row's segment."""
+    layout = plan.layout
+    roots_S = np.arange(layout.segment_parent.size)
+    for segment, parent in enumerate(layout.segment_parent.tolist()):  # a parent comes before its children
+        if parent >= 0:
+            roots_S[segment] = roots_S[parent]
+    return np.repeat(roots_S, np.diff(layout.segment_offsets))
+
+
+def _key_terms(plan: AttentionPlan, key_tile: int) -> NDArray[np.int32]:
+    T = plan.num_rows
+    terms = np.zeros((2, -(-T // key_tile) * key_tile), np.int32)
+    terms[0, :T] = np.maximum(plan.layout.expiry_T - np.arange(T, dtype=np.int32), 0)
+    terms[1, :T] = plan.layout.positions_T
+    return terms
+
+
 def _split(intervals: Intervals, parts_B: NDArray[np.int32]) -> Intervals:
     """Cuts each list's tiles, in order, into `parts_B` lists of nearly equal length (some may be empty)."""
     lengths_B = _lengths(intervals).astype(np.intp)
@@ -243,6 +312,13 @@ def _offsets(counts: NDArray[np.int32] | NDArray[np.intp]) -> NDArray[np.int32]:
 
 def _by_falling(costs: NDArray[np.float64]) -> NDArray[np.int32]:
     return np.argsort(-costs, kind="stable").astype(np.int32)
+
+
+def _by_falling_in_groups(costs: NDArray[np.float64], groups: NDArray[np.intp]) -> NDArray[np.int32]:
+    """Groups one after the other, the one with the highest cost first; in a group by falling cost."""
+    highest = np.zeros(groups.max(initial=-1) + 1)
+    np.maximum.at(highest, groups, costs)
+    return np.lexsort((-costs, groups, -highest[groups])).astype(np.int32)
 
 
 def _intervals_on_device(intervals: Intervals, plan: AttentionPlan) -> DeviceIntervals:

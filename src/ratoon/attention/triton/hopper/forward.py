@@ -1,13 +1,20 @@
-"""The forward kernel for Hopper, in Gluon: a warp copies tiles, and two groups of four warps own 64 rows each.
+"""The forward kernel for Hopper, in Gluon: a warp copies tiles, and groups of four warps own 64 rows each.
 
-FlashAttention-3's schedule (section 3.2): while the tensor cores multiply probabilities by values, the scores of the
-next tile are already queued behind them, and the group weighs the last scores. The two groups drift apart, so
-that one multiplies while the other takes exponentials.
+Two groups overlap with themselves, which is FlashAttention-3's schedule (section 3.2): while the tensor cores multiply
+probabilities by values, the scores of the next tile are already queued behind them, and the group weighs the last
+scores. The two groups drift apart, so that one multiplies while the other takes exponentials.
+
+Three groups have registers for one product each, and read every tile of keys for half as many rows again. Each takes
+its turn with a tile: scores, probabilities, output. While one takes exponentials, the other two multiply.
+
+A program that is persistent walks a list of tiles of rows. Its copying warp is ahead of the groups: the next rows and
+their first keys are there when a group has written its last ones.
 """
 
 # Gluon's functions are typed for its compiler, not for who reads a call.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+# pyright: reportPossiblyUnboundVariable=false
 
 # Shape letters: T rows, H heads (Hq query, Hkv key and value), D head dim, E value head dim,
 # M rows of a group, N keys of a tile.
@@ -23,34 +30,73 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ratoon.attention.triton.hopper.warps import (
-    NUM_GROUPS,
     allocate,
     barriers,
     copy_tile,
     matrix,
     matrix_in_loop,
     may_read,
+    rounded_in_pairs,
     stay_before,
+    where_less,
 )
 from ratoon.attention.triton.scores import LN2, LOG2E
 
 
 @gluon.jit
-def copy_tiles(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_ready, k_ready, k_free, v_ready, v_free,
-    full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-    tile, head, kv_head,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
+def copy_rows(
+    q_desc, q_smem, q_ready, q_free, tile, head, item, BLOCK_M: gl.constexpr, NUM_GROUPS: gl.constexpr,
+    IS_PERSISTENT: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp: rows once, then keys and values in the order in which the groups read them."""
+    """The rows of the item-th tile that the program owns."""
     for group in gl.static_range(NUM_GROUPS):
+        if IS_PERSISTENT:
+            mbarrier.wait(q_free.index(group), (item & 1) ^ 1)
         mbarrier.expect(q_ready.index(group), q_desc.block_type.nbytes)
         first_row = tile * (BLOCK_M * NUM_GROUPS) + group * BLOCK_M
         tma.async_copy_global_to_shared(q_desc, [first_row, head, 0], q_ready.index(group), q_smem.index(group))
-    count = 0
+
+
+@gluon.jit
+def copy_partial_tile(
+    k_desc, terms_desc, k_smem, terms_smem, ready, free, first_key, head, count,
+    NUM_STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
+    """`copy_tile` of keys, with what says who reads them."""
+    NUM_TERMS: gl.constexpr = 2 if HAS_WINDOW else 1
+    stage = count % NUM_STAGES
+    mbarrier.wait(free.index(stage), ((count // NUM_STAGES) & 1) ^ 1)
+    mbarrier.expect(ready.index(stage), k_desc.block_type.nbytes + NUM_TERMS * terms_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, [first_key, head, 0], ready.index(stage), k_smem.index(stage))
+    for term in gl.static_range(NUM_TERMS):
+        tma.async_copy_global_to_shared(
+            terms_desc, [term, first_key], ready.index(stage), terms_smem.index(stage + term * NUM_STAGES)
+        )
+
+
+@gluon.jit
+def copy_item(
+    q_desc, k_desc, v_desc, terms_desc, q_smem, k_smem, v_smem, terms_smem,
+    q_ready, q_free, k_ready, k_free, v_ready, v_free,
+    full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+    tile, head, kv_head, item, count,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr, NUM_GROUPS: gl.constexpr,
+    IS_PERSISTENT: gl.constexpr, HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Rows once, then keys and values in the order in which the groups read them. Returns the count of tiles."""
+    if not IS_PERSISTENT:
+        copy_rows(q_desc, q_smem, q_ready, q_free, tile, head, item, BLOCK_M, NUM_GROUPS, IS_PERSISTENT)
+    first = count
     for interval in range(gl.load(partial_offsets_ptr + tile), gl.load(partial_offsets_ptr + tile + 1)):
         for key_tile in range(gl.load(partial_start_ptr + interval), gl.load(partial_end_ptr + interval)):
-            copy_tile(k_desc, k_smem, k_ready, k_free, key_tile * BLOCK_N, kv_head, count, NUM_STAGES)
+            copy_partial_tile(
+                k_desc, terms_desc, k_smem, terms_smem, k_ready, k_free, key_tile * BLOCK_N, kv_head, count,
+                NUM_STAGES, HAS_WINDOW,
+            )  # fmt: skip
+            # The first keys may find their place free before the rows do.
+            if IS_PERSISTENT:  # noqa: SIM102 - the compiler decides this one, the program the other
+                if count == first:
+                    copy_rows(q_desc, q_smem, q_ready, q_free, tile, head, item, BLOCK_M, NUM_GROUPS, IS_PERSISTENT)
             copy_tile(v_desc, v_smem, v_ready, v_free, key_tile * BLOCK_N, kv_head, count, NUM_STAGES)
             count += 1
     for interval in range(gl.load(full_offsets_ptr + tile), gl.load(full_offsets_ptr + tile + 1)):
@@ -58,6 +104,40 @@ def copy_tiles(
             copy_tile(k_desc, k_smem, k_ready, k_free, key_tile * BLOCK_N, kv_head, count, NUM_STAGES)
             copy_tile(v_desc, v_smem, v_ready, v_free, key_tile * BLOCK_N, kv_head, count, NUM_STAGES)
             count += 1
+    return count
+
+
+@gluon.jit
+def copy_tiles(
+    q_desc, k_desc, v_desc, terms_desc, q_smem, k_smem, v_smem, terms_smem,
+    q_ready, q_free, k_ready, k_free, v_ready, v_free,
+    work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
+    partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+    num_tiles, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
+    NUM_GROUPS: gl.constexpr, IS_PERSISTENT: gl.constexpr, HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
+    """The copying warp."""
+    if IS_PERSISTENT:
+        first_work = gl.load(work_offsets_ptr + gl.program_id(0))
+        count = gl.to_tensor(0)
+        for index in range(first_work, gl.load(work_offsets_ptr + gl.program_id(0) + 1)):
+            work = gl.load(work_ptr + index)
+            count = copy_item(
+                q_desc, k_desc, v_desc, terms_desc, q_smem, k_smem, v_smem, terms_smem,
+                q_ready, q_free, k_ready, k_free, v_ready, v_free,
+                full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+                work % num_tiles, work // num_tiles, work // num_tiles // GROUP, index - first_work, count,
+                BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_WINDOW,
+            )  # fmt: skip
+    else:
+        head = gl.program_id(0) // num_tiles
+        copy_item(
+            q_desc, k_desc, v_desc, terms_desc, q_smem, k_smem, v_smem, terms_smem,
+            q_ready, q_free, k_ready, k_free, v_ready, v_free,
+            full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+            gl.load(work_ptr + gl.program_id(0) % num_tiles), head, head // GROUP, 0, gl.to_tensor(0),
+            BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_WINDOW,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -80,6 +160,25 @@ def mask_products(
 
 
 @gluon.jit
+def mask_by_terms(
+    products, terms_smem, stage, key_tile, rows, row_positions, window,
+    SCORES: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
+    """`mask_products`, with lifetimes (and positions) that came with the keys.
+
+    Rows are counted from the tile's first key, so that no difference of a row and a key outlives the tile.
+    """
+    keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    rows = rows - key_tile * BLOCK_N
+    lifetime = terms_smem.index(stage).reshape([BLOCK_N]).load(gl.SliceLayout(0, SCORES))
+    products = where_less(products, rows[:, None] - keys[None, :], lifetime[None, :])
+    if HAS_WINDOW:
+        key_positions = terms_smem.index(stage + NUM_STAGES).reshape([BLOCK_N]).load(gl.SliceLayout(0, SCORES))
+        products = gl.where(row_positions[:, None] - key_positions[None, :] < window, products, -float("inf"))
+    return products
+
+
+@gluon.jit
 def weigh(products, highest, total, excess, factor, dtype: gl.constexpr, IS_PARTIAL: gl.constexpr):
     """`weigh` of the portable kernel: probs in dtype, what earlier sums shrink by, highest, total, excess."""
     new_highest = gl.maximum(highest, gl.max(products, axis=1))
@@ -91,9 +190,10 @@ def weigh(products, highest, total, excess, factor, dtype: gl.constexpr, IS_PART
     shrink = gl.exp2(highest * factor - reference)
     rounded = probs.to(dtype)
     excess = excess * shrink
+    tile_total = gl.sum(probs, axis=1)
     if IS_PARTIAL:
-        excess += gl.sum(rounded.to(gl.float32) - probs, axis=1)
-    return rounded, shrink, new_highest, total * shrink + gl.sum(probs, axis=1), excess
+        excess += gl.sum(rounded_in_pairs(probs, dtype), axis=1) - tile_total
+    return rounded, shrink, new_highest, total * shrink + tile_total, excess
 
 
 @gluon.jit
@@ -121,8 +221,8 @@ def store_lse(lse_ptr, highest, total, excess, rows, head, stride_lh, T, softmax
 
 @gluon.jit
 def attend_tile(
-    q_smem, own, k_smem, v_smem, k_ready, k_free, v_ready, v_free, count, probs, out, highest, total, excess,
-    key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, factor, window,
+    q_smem, own, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free,
+    count, probs, out, highest, total, excess, key_tile, rows, row_positions, factor, window,
     SCORES: gl.constexpr, OUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
     IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
@@ -137,11 +237,11 @@ def attend_tile(
     v = matrix(v_smem, last_stage)
     out = warpgroup_mma(probs, v, out, is_async=True)
     products = warpgroup_mma_wait(1, deps=[products])
-    mbarrier.arrive(k_free.index(stage))
     if IS_PARTIAL:
-        products = mask_products(
-            products, key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, window, SCORES, BLOCK_N, HAS_WINDOW
+        products = mask_by_terms(
+            products, terms_smem, stage, key_tile, rows, row_positions, window, SCORES, BLOCK_N, NUM_STAGES, HAS_WINDOW
         )
+    mbarrier.arrive(k_free.index(stage))
     new_probs, shrink, highest, total, excess = weigh(
         products, highest, total, excess, factor, v_smem.dtype, IS_PARTIAL
     )
@@ -154,123 +254,264 @@ def attend_tile(
 
 
 @gluon.jit
-def attend_rows(
-    out_desc, sinks_ptr, lse_ptr, expiry_ptr, positions_ptr,
-    q_smem, k_smem, v_smem, q_ready, k_ready, k_free, v_ready, v_free,
-    full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-    tile, head, stride_lh, T, softmax_scale, window,
-    GROUP_INDEX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_E: gl.constexpr,
-    NUM_STAGES: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_WINDOW: gl.constexpr,
+def attend_tile_in_turn(
+    q_smem, own, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free,
+    count, out, highest, total, excess, key_tile, rows, row_positions, factor, window,
+    SCORES: gl.constexpr, OUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
+    IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """A group of four warps: 64 rows against every tile of the list, partial tiles first."""
+    """One product after the other: probabilities take the registers of the products that they are made of."""
+    stage = count % NUM_STAGES
+    parity = (count // NUM_STAGES) & 1
+    mbarrier.wait(k_ready.index(stage), parity)
+    k = matrix(k_smem, stage)
+    none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
+    products = warpgroup_mma(matrix_in_loop(q_smem, own, count), k.permute([1, 0]), none, use_acc=False, is_async=True)
+    products = warpgroup_mma_wait(0, deps=[products])
+    if IS_PARTIAL:
+        products = mask_by_terms(
+            products, terms_smem, stage, key_tile, rows, row_positions, window, SCORES, BLOCK_N, NUM_STAGES, HAS_WINDOW
+        )
+    mbarrier.arrive(k_free.index(stage))
+    probs, shrink, highest, total, excess = weigh(products, highest, total, excess, factor, v_smem.dtype, IS_PARTIAL)
+    probs = gl.convert_layout(probs, gl.DotOperandLayout(0, OUT, 2))
+    out = out * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
+    mbarrier.wait(v_ready.index(stage), parity)
+    v = matrix(v_smem, stage)
+    out = warpgroup_mma(probs, v, out, is_async=True)
+    out, _ = warpgroup_mma_wait(0, deps=[out, probs])
+    mbarrier.arrive(v_free.index(stage))
+    return out, highest, total, excess
+
+
+@gluon.jit
+def attend_item(
+    sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem, q_free, k_ready, k_free, v_ready, v_free,
+    full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+    tile, head, count, stride_lh, T, softmax_scale, window,
+    GROUP_INDEX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_E: gl.constexpr,
+    NUM_STAGES: gl.constexpr, NUM_GROUPS: gl.constexpr, FREES_ROWS: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
+    """64 rows, which are there, against every tile of their lists, partial ones first: the output [M, E], and count."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_E, 16])
+    OVERLAPS: gl.constexpr = NUM_GROUPS == 2
     factor = softmax_scale * LOG2E
-    first_row = tile * (BLOCK_M * NUM_GROUPS) + GROUP_INDEX * BLOCK_M
-    rows = first_row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
+    rows = tile * (BLOCK_M * NUM_GROUPS) + GROUP_INDEX * BLOCK_M
+    rows = rows + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
     row_positions = rows
     if HAS_WINDOW:
         row_positions = gl.load(positions_ptr + rows, mask=rows < T, other=0)
     highest, total, excess = start_sums(sinks_ptr, head, softmax_scale, SCORES, BLOCK_M, HAS_SINKS)
     out = gl.zeros([BLOCK_M, BLOCK_E], gl.float32, OUT)
-
-    mbarrier.wait(q_ready.index(GROUP_INDEX), 0)
-    q = matrix(q_smem, GROUP_INDEX)
-
-    # The first tile, which is partial: a tile of rows always meets the diagonal.
     first_interval = gl.load(partial_offsets_ptr + tile)
-    key_tile = gl.load(partial_start_ptr + first_interval)
-    mbarrier.wait(k_ready.index(0), 0)
-    k = matrix(k_smem, 0)
-    none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
-    products = warpgroup_mma(q, k.permute([1, 0]), none, use_acc=False, is_async=True)
-    products = warpgroup_mma_wait(0, deps=[products])
-    mbarrier.arrive(k_free.index(0))
-    products = mask_products(
-        products, key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, window, SCORES, BLOCK_N, HAS_WINDOW
-    )
-    new_probs, _, highest, total, excess = weigh(products, highest, total, excess, factor, v_smem.dtype, True)
-    probs = gl.convert_layout(new_probs, gl.DotOperandLayout(0, OUT, 2))
+    first_tile = gl.load(partial_start_ptr + first_interval)
 
-    count = 1
+    if OVERLAPS:
+        # The first tile, which is partial: a tile of rows always meets the diagonal.
+        stage = count % NUM_STAGES
+        mbarrier.wait(k_ready.index(stage), (count // NUM_STAGES) & 1)
+        q, k = matrix_in_loop(q_smem, GROUP_INDEX, count), matrix(k_smem, stage)
+        none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
+        products = warpgroup_mma(q, k.permute([1, 0]), none, use_acc=False, is_async=True)
+        products = warpgroup_mma_wait(0, deps=[products])
+        products = mask_by_terms(
+            products, terms_smem, stage, first_tile, rows, row_positions, window, SCORES, BLOCK_N, NUM_STAGES,
+            HAS_WINDOW,
+        )  # fmt: skip
+        mbarrier.arrive(k_free.index(stage))
+        new_probs, _, highest, total, excess = weigh(products, highest, total, excess, factor, v_smem.dtype, True)
+        probs = gl.convert_layout(new_probs, gl.DotOperandLayout(0, OUT, 2))
+        count += 1
+
     for interval in range(first_interval, gl.load(partial_offsets_ptr + tile + 1)):
         start = gl.load(partial_start_ptr + interval)
-        start = gl.where(interval == first_interval, start + 1, start)
+        if OVERLAPS:
+            start = gl.where(interval == first_interval, start + 1, start)
         for key_tile in range(start, gl.load(partial_end_ptr + interval)):
-            probs, out, highest, total, excess = attend_tile(
-                q_smem, GROUP_INDEX, k_smem, v_smem, k_ready, k_free, v_ready, v_free,
-                count, probs, out, highest, total, excess,
-                key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, factor, window,
-                SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, True, HAS_WINDOW,
-            )  # fmt: skip
+            if OVERLAPS:
+                probs, out, highest, total, excess = attend_tile(
+                    q_smem, GROUP_INDEX, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free,
+                    count, probs, out, highest, total, excess, key_tile, rows, row_positions, factor, window,
+                    SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, True, HAS_WINDOW,
+                )  # fmt: skip
+            else:
+                out, highest, total, excess = attend_tile_in_turn(
+                    q_smem, GROUP_INDEX, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free,
+                    count, out, highest, total, excess, key_tile, rows, row_positions, factor, window,
+                    SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, True, HAS_WINDOW,
+                )  # fmt: skip
             count += 1
     for interval in range(gl.load(full_offsets_ptr + tile), gl.load(full_offsets_ptr + tile + 1)):
         for key_tile in range(gl.load(full_start_ptr + interval), gl.load(full_end_ptr + interval)):
-            probs, out, highest, total, excess = attend_tile(
-                q_smem, GROUP_INDEX, k_smem, v_smem, k_ready, k_free, v_ready, v_free,
-                count, probs, out, highest, total, excess,
-                key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, factor, window,
-                SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, False, HAS_WINDOW,
-            )  # fmt: skip
+            if OVERLAPS:
+                probs, out, highest, total, excess = attend_tile(
+                    q_smem, GROUP_INDEX, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free,
+                    count, probs, out, highest, total, excess, key_tile, rows, row_positions, factor, window,
+                    SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, False, HAS_WINDOW,
+                )  # fmt: skip
+            else:
+                out, highest, total, excess = attend_tile_in_turn(
+                    q_smem, GROUP_INDEX, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free,
+                    count, out, highest, total, excess, key_tile, rows, row_positions, factor, window,
+                    SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, False, HAS_WINDOW,
+                )  # fmt: skip
             count += 1
 
-    last_stage = (count - 1) % NUM_STAGES
-    mbarrier.wait(v_ready.index(last_stage), ((count - 1) // NUM_STAGES) & 1)
-    v = matrix(v_smem, last_stage)
-    out = warpgroup_mma(probs, v, out, is_async=True)
-    out = warpgroup_mma_wait(0, deps=[out])
-
+    if FREES_ROWS:
+        mbarrier.arrive(q_free.index(GROUP_INDEX))
+    if OVERLAPS:
+        last_stage = (count - 1) % NUM_STAGES
+        mbarrier.wait(v_ready.index(last_stage), ((count - 1) // NUM_STAGES) & 1)
+        out = warpgroup_mma(probs, matrix(v_smem, last_stage), out, is_async=True)
+        out, _ = warpgroup_mma_wait(0, deps=[out, probs])
+        mbarrier.arrive(v_free.index(last_stage))
     divisor = store_lse(lse_ptr, highest, total, excess, rows, head, stride_lh, T, softmax_scale)
-    out = out / gl.convert_layout(divisor, gl.SliceLayout(1, OUT))[:, None]
-    # The group's rows of q are spent: their memory takes the output on its way out.
-    matrix(q_smem, GROUP_INDEX).store(out.to(q_smem.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [first_row, head, 0], q_smem.index(GROUP_INDEX))
+    return out / gl.convert_layout(divisor, gl.SliceLayout(1, OUT))[:, None], count
+
+
+@gluon.jit
+def attend_rows(
+    out_desc, sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem, out_smem,
+    q_ready, q_free, k_ready, k_free, v_ready, v_free,
+    work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
+    partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+    num_tiles, stride_lh, T, softmax_scale, window,
+    GROUP_INDEX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
+    NUM_GROUPS: gl.constexpr, IS_PERSISTENT: gl.constexpr, HAS_OUT_TILES: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
+    """A group of four warps: 64 rows of each tile that the program owns."""
+    BLOCK_E: gl.constexpr = out_desc.block_type.shape[2]
+    FREES_ROWS: gl.constexpr = IS_PERSISTENT and HAS_OUT_TILES
+    if IS_PERSISTENT:
+        first_work = gl.load(work_offsets_ptr + gl.program_id(0))
+        count = gl.to_tensor(0)
+        for index in range(first_work, gl.load(work_offsets_ptr + gl.program_id(0) + 1)):
+            work = gl.load(work_ptr + index)
+            tile, head = work % num_tiles, work // num_tiles
+            mbarrier.wait(q_ready.index(GROUP_INDEX), (index - first_work) & 1)
+            out, count = attend_item(
+                sinks_ptr, lse_ptr, positions_ptr,
+                q_smem, k_smem, v_smem, terms_smem, q_free, k_ready, k_free, v_ready, v_free,
+                full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+                tile, head, count, stride_lh, T, softmax_scale, window,
+                GROUP_INDEX, BLOCK_M, BLOCK_N, BLOCK_E, NUM_STAGES, NUM_GROUPS, FREES_ROWS, HAS_SINKS, HAS_WINDOW,
+            )  # fmt: skip
+            if HAS_OUT_TILES:
+                tma.store_wait(0)  # the last output has left
+            first_row = tile * (BLOCK_M * NUM_GROUPS) + GROUP_INDEX * BLOCK_M
+            matrix(out_smem, GROUP_INDEX).store(out.to(out_smem.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [first_row, head, 0], out_smem.index(GROUP_INDEX))
+            if not HAS_OUT_TILES:
+                tma.store_wait(0)
+                mbarrier.arrive(q_free.index(GROUP_INDEX))
+    else:
+        tile, head = gl.load(work_ptr + gl.program_id(0) % num_tiles), gl.program_id(0) // num_tiles
+        mbarrier.wait(q_ready.index(GROUP_INDEX), 0)
+        out, _ = attend_item(
+            sinks_ptr, lse_ptr, positions_ptr,
+            q_smem, k_smem, v_smem, terms_smem, q_free, k_ready, k_free, v_ready, v_free,
+            full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+            tile, head, gl.to_tensor(0), stride_lh, T, softmax_scale, window,
+            GROUP_INDEX, BLOCK_M, BLOCK_N, BLOCK_E, NUM_STAGES, NUM_GROUPS, FREES_ROWS, HAS_SINKS, HAS_WINDOW,
+        )  # fmt: skip
+        first_row = tile * (BLOCK_M * NUM_GROUPS) + GROUP_INDEX * BLOCK_M
+        matrix(out_smem, GROUP_INDEX).store(out.to(out_smem.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [first_row, head, 0], out_smem.index(GROUP_INDEX))
     tma.store_wait(0)
 
 
 @gluon.jit
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, sinks_ptr, lse_ptr, expiry_ptr, positions_ptr,
-    tile_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
-    partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+    q_desc, k_desc, v_desc, out_desc, terms_desc, sinks_ptr, lse_ptr, positions_ptr, work_ptr, work_offsets_ptr,
+    full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
     stride_lh, T, num_tiles, softmax_scale, window,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
+    NUM_GROUPS: gl.constexpr, IS_PERSISTENT: gl.constexpr, HAS_OUT_TILES: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """A program owns NUM_GROUPS * BLOCK_M rows of one head. The value head dim is the query's."""
-    head = gl.program_id(0) // num_tiles
-    kv_head = head // GROUP
-    tile = gl.load(tile_ptr + gl.program_id(0) % num_tiles)
-    BLOCK_E: gl.constexpr = v_desc.block_type.shape[2]
+    """A program owns NUM_GROUPS * BLOCK_M rows of one head, or a list of such. The value head dim is the query's.
 
+    IS_PERSISTENT: program p does work [offsets[p], offsets[p + 1]), head * num_tiles + tile each. Otherwise work is
+    the tiles in the order in which they start, for head after head, and there are no offsets.
+    HAS_OUT_TILES: outputs have shared memory of their own, and leave while the next rows come in.
+    """
     q_smem, k_smem, v_smem = allocate(q_desc, NUM_GROUPS), allocate(k_desc, NUM_STAGES), allocate(v_desc, NUM_STAGES)
+    terms_smem = allocate(terms_desc, 2 * NUM_STAGES if HAS_WINDOW else NUM_STAGES)
+    # Without: rows are spent when outputs leave.
+    out_smem = allocate(out_desc, NUM_GROUPS) if HAS_OUT_TILES else q_smem
     q_ready, k_ready, v_ready = barriers(NUM_GROUPS, 1), barriers(NUM_STAGES, 1), barriers(NUM_STAGES, 1)
-    k_free, v_free = barriers(NUM_STAGES, NUM_GROUPS), barriers(NUM_STAGES, NUM_GROUPS)
+    q_free, k_free, v_free = barriers(NUM_GROUPS, 1), barriers(NUM_STAGES, NUM_GROUPS), barriers(NUM_STAGES, NUM_GROUPS)
     fence_async_shared()
-
-    gl.warp_specialize(
-        [
-            (attend_rows, (
-                out_desc, sinks_ptr, lse_ptr, expiry_ptr, positions_ptr,
-                q_smem, k_smem, v_smem, q_ready, k_ready, k_free, v_ready, v_free,
-                full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                tile, head, stride_lh, T, softmax_scale, window,
-                0, BLOCK_M, BLOCK_N, BLOCK_E, NUM_STAGES, HAS_SINKS, HAS_WINDOW,
-            )),
-            (attend_rows, (
-                out_desc, sinks_ptr, lse_ptr, expiry_ptr, positions_ptr,
-                q_smem, k_smem, v_smem, q_ready, k_ready, k_free, v_ready, v_free,
-                full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                tile, head, stride_lh, T, softmax_scale, window,
-                1, BLOCK_M, BLOCK_N, BLOCK_E, NUM_STAGES, HAS_SINKS, HAS_WINDOW,
-            )),
-            (copy_tiles, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_ready, k_ready, k_free, v_ready, v_free,
-                full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                tile, head, kv_head, BLOCK_M, BLOCK_N, NUM_STAGES,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if NUM_GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (attend_rows, (
+                    out_desc, sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem, out_smem,
+                    q_ready, q_free, k_ready, k_free, v_ready, v_free,
+                    work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
+                    partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+                    num_tiles, stride_lh, T, softmax_scale, window,
+                    0, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_OUT_TILES, HAS_SINKS, HAS_WINDOW,
+                )),
+                (attend_rows, (
+                    out_desc, sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem, out_smem,
+                    q_ready, q_free, k_ready, k_free, v_ready, v_free,
+                    work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
+                    partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+                    num_tiles, stride_lh, T, softmax_scale, window,
+                    1, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_OUT_TILES, HAS_SINKS, HAS_WINDOW,
+                )),
+                (copy_tiles, (
+                    q_desc, k_desc, v_desc, terms_desc, q_smem, k_smem, v_smem, terms_smem,
+                    q_ready, q_free, k_ready, k_free, v_ready, v_free,
+                    work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
+                    partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+                    num_tiles, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_WINDOW,
+                )),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (attend_rows, (
+                    out_desc, sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem, out_smem,
+                    q_ready, q_free, k_ready, k_free, v_ready, v_free,
+                    work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
+                    partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+                    num_tiles, stride_lh, T, softmax_scale, window,
+                    0, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_OUT_TILES, HAS_SINKS, HAS_WINDOW,
+                )),
+                (attend_rows, (
+                    out_desc, sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem, out_smem,
+                    q_ready, q_free, k_ready, k_free, v_ready, v_free,
+                    work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
+                    partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+                    num_tiles, stride_lh, T, softmax_scale, window,
+                    1, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_OUT_TILES, HAS_SINKS, HAS_WINDOW,
+                )),
+                (attend_rows, (
+                    out_desc, sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem, out_smem,
+                    q_ready, q_free, k_ready, k_free, v_ready, v_free,
+                    work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
+                    partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+                    num_tiles, stride_lh, T, softmax_scale, window,
+                    2, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_OUT_TILES, HAS_SINKS, HAS_WINDOW,
+                )),
+                (copy_tiles, (
+                    q_desc, k_desc, v_desc, terms_desc, q_smem, k_smem, v_smem, terms_smem,
+                    q_ready, q_free, k_ready, k_free, v_ready, v_free,
+                    work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
+                    partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+                    num_tiles, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_WINDOW,
+                )),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )  # fmt: skip

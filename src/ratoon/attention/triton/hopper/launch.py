@@ -8,26 +8,27 @@
 from functools import cache
 from typing import cast
 
+import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ratoon.attention.kernel import Scoring
 from ratoon.attention.plan import AttentionPlan
-from ratoon.attention.triton.blocks import HopperBlocks
+from ratoon.attention.triton.blocks import GROUP_ROWS, HopperBlocks
 from ratoon.attention.triton.descriptors import aligned, padded_head_dim
 from ratoon.attention.triton.hopper.adding import adding_kernel
 from ratoon.attention.triton.hopper.backward import backward_kernel
 from ratoon.attention.triton.hopper.backward_wide import backward_wide_kernel
 from ratoon.attention.triton.hopper.forward import forward_kernel
 from ratoon.attention.triton.hopper.forward_wide import forward_wide_kernel
-from ratoon.attention.triton.schedule import KeySchedule, RowSchedule
+from ratoon.attention.triton.schedule import KeySchedule, RowSchedule, build_row_work
 
 NUM_WARPS = 4
 """Of each group."""
 
-GROUP_ROWS = 64
-"""Rows or keys that a group owns: the height of Hopper's matrix products."""
+MAX_DIM_OF_OUT_TILES = 128
+"""Head dims to this leave shared memory for outputs, beside the tiles that are read."""
 
 
 def forward(
@@ -48,14 +49,20 @@ def forward(
             HAS_SINKS=sinks_H is not None, HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
         )  # fmt: skip
         return
-    forward_kernel[(num_tiles * Hq,)](
+    work, offsets, num_programs = schedule.tile_R, None, num_tiles * Hq
+    if blocks.forward_is_persistent:
+        num_programs = num_multiprocessors(q_THD.device)
+        of_programs = plan.schedule(build_row_work, blocks.forward_rows, blocks.forward_keys, Hq, num_programs)
+        work, offsets = of_programs.work_P, of_programs.offsets_W
+    forward_kernel[(num_programs,)](
         _tiles(q_THD, GROUP_ROWS), _tiles(k_THD, blocks.forward_keys), _tiles(v_THD, blocks.forward_keys),
-        _tiles(out_THD, GROUP_ROWS), sinks_H, lse_HT, plan.expiry_T, plan.positions_T,
-        schedule.tile_R, *schedule.full, *schedule.partial,
+        _tiles(out_THD, GROUP_ROWS), _key_terms(schedule.key_terms, blocks.forward_keys),
+        sinks_H, lse_HT, plan.positions_T, work, offsets, *schedule.full, *schedule.partial,
         lse_HT.stride(0), T, num_tiles, scoring.softmax_scale, plan.window,
         GROUP=Hq // k_THD.shape[1], BLOCK_M=GROUP_ROWS, BLOCK_N=blocks.forward_keys, NUM_STAGES=blocks.forward_stages,
-        HAS_SINKS=sinks_H is not None, HAS_WINDOW=plan.window is not None,
-        num_warps=NUM_WARPS,
+        NUM_GROUPS=blocks.forward_groups, IS_PERSISTENT=blocks.forward_is_persistent,
+        HAS_OUT_TILES=blocks.forward_is_persistent and padded_head_dim(D) <= MAX_DIM_OF_OUT_TILES,
+        HAS_SINKS=sinks_H is not None, HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
@@ -135,6 +142,16 @@ def _tile_layout(block: tuple[int, int, int]) -> gl.NVMMASharedLayout:
 def _row_terms(terms_HT: Tensor, num_rows: int) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return TensorDescriptor(terms_HT, list(terms_HT.shape), list(terms_HT.stride()), [1, num_rows], layout)
+
+
+def _key_terms(terms: Tensor, num_keys: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(terms, list(terms.shape), list(terms.stride()), [1, num_keys], layout)
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _sums(sums_RHMD: Tensor) -> TensorDescriptor:

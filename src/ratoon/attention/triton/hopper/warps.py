@@ -69,6 +69,38 @@ def stay_before(values):
 
 
 @gluon.jit
+def rounded_in_pairs(values, dtype: gl.constexpr):
+    """fp32 numbers rounded to bf16 or fp16, in fp32.
+
+    Where the compiler sees a rounded number made wide again it rounds each by itself, at the rate of exponentials.
+    """
+    if dtype == gl.bfloat16:
+        wide = gl.inline_asm_elementwise(
+            "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
+            "=r,=r,r,r", [values], dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        wide = gl.inline_asm_elementwise(
+            "{ .reg .b32 pair; .reg .b16 low, high; cvt.rn.f16x2.f32 pair, $3, $2; mov.b32 {low, high}, pair; "
+            "cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
+            "=r,=r,r,r", [values], dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    return wide
+
+
+@gluon.jit
+def where_less(values, x, y):
+    """values where x < y as unsigned numbers, else minus infinity; int32 x and y. Shapes broadcast.
+
+    Where the compiler sees a tile's comparisons it gathers their outcomes as bits of numbers, and takes them out again.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred less; setp.lt.u32 less, $2, $3; selp.f32 $0, $1, 0fFF800000, less; }",
+        "=f,f,r,r", [values, x, y], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def copy_tile(desc, smem, ready, free, first_row, head, count, NUM_STAGES: gl.constexpr):
     """The count-th tile: waits until the groups have left its stage, then fills it."""
     stage = count % NUM_STAGES
