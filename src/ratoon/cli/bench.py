@@ -21,7 +21,11 @@ example:
 
 Without a GPU it runs tiny cases. A name that does not exist is answered with those that do.
 """
-_EXAMPLE = _POLICY_UPDATE_EXAMPLE + _ATTENTION_EXAMPLE.partition("\n")[2]
+_PLANNER_EXAMPLE = """\
+example:
+  ratoon bench planner --ranks 8,64,1024 --results benchmarks/results/planner.jsonl
+"""
+_EXAMPLE = _POLICY_UPDATE_EXAMPLE + _ATTENTION_EXAMPLE.partition("\n")[2] + _PLANNER_EXAMPLE.partition("\n")[2]
 
 
 def register(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -29,7 +33,7 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser = add_command(
         commands, "bench", "measure a part against its peers in one process", example=_EXAMPLE, run=_policy_update
     )
-    benches = parser.add_subparsers(dest="bench", required=True, metavar="{policy-update,attention}")
+    benches = parser.add_subparsers(dest="bench", required=True, metavar="{policy-update,attention,planner}")
     update = add_command(
         benches,
         "policy-update",
@@ -62,7 +66,20 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
         metavar="MS",
         help="about how long one direction of one implementation is timed; by default 400",
     )
-    for bench in (update, attention):
+    planner = add_command(
+        benches,
+        "planner",
+        "plan heavy-tailed steps for many ranks, and compare with the lower bound and with Karmarkar-Karp",
+        example=_PLANNER_EXAMPLE,
+        run=_planner,
+    )
+    planner.add_argument("--groups", type=positive, default=10_000, help="groups of the step")
+    planner.add_argument("--group-size", type=positive, default=8, metavar="N", help="responses of each prompt")
+    planner.add_argument("--ranks", type=_counts, default=[8, 64, 1024], metavar="A,B", help="numbers of ranks")
+    planner.add_argument(
+        "--max-rows", type=positive, default=32_768, metavar="T", help="rows of a microbatch; at least 26,000"
+    )
+    for bench in (update, attention, planner):
         bench.add_argument("--results", type=Path, help="append rows to this .jsonl file")
 
 
@@ -110,6 +127,29 @@ def _attention(known: argparse.Namespace, _: Sequence[str]) -> int:
     return 1 if outcome.failed else 0
 
 
+def _planner(known: argparse.Namespace, _: Sequence[str]) -> int:
+    """Runs the benchmark, prints its table, and appends its rows to `--results` if given."""
+    from ratoon.bench.planner import PlannerCase, bench_planner
+    from ratoon.bench.rows import append_rows
+
+    print(
+        f"{'ranks':>6}  {'impl':<36}{'layout':<12}{'of bound':>9}{'in lockstep':>12}{'microbatches':>14}{'plan s':>8}"
+    )
+    for num_ranks in known.ranks:
+        case = PlannerCase(groups=known.groups, N=known.group_size, ranks=num_ranks, max_rows=known.max_rows)
+        rows = bench_planner(case, command=_command_line())
+        for row in rows:
+            figures = row.figures
+            print(
+                f"{num_ranks:>6}  {row.impl:<36}{row.layout:<12}{figures['of_lower_bound']:>9.4f}"
+                f"{figures['lockstep_of_lower_bound']:>12.4f}{figures['num_microbatches']:>14}"
+                f"{figures['planning_s']:>8.2f}"
+            )
+        if known.results is not None:
+            append_rows(known.results, rows)
+    return 0
+
+
 def _say(line: str) -> None:
     print(line, flush=True)  # a run that is killed has said what it had
 
@@ -120,6 +160,11 @@ def _names(text: str) -> list[str]:
     if not all(names):
         raise argparse.ArgumentTypeError(f"must be names with commas between them, got {text!r}")
     return names
+
+
+def _counts(text: str) -> list[int]:
+    """An argument type: positive numbers with commas between them."""
+    return [positive(name) for name in _names(text)]
 
 
 def _command_line() -> str:

@@ -52,11 +52,12 @@ def cut_groups(
             parts.append(Part(index, tuple(range(len(lengths))), rows, work))
             continue
         response_s = response_s_Q[first_G[index] : first_G[index] + len(lengths)].tolist()
-        room_s = max(max_work_s - float(prompt_s_G[index]), *response_s)
+        prompt_s = float(prompt_s_G[index])
+        room_s = max(max_work_s - prompt_s, *response_s)
         fewest = 1 if room_s == math.inf else math.ceil(math.fsum(response_s) / room_s * (1 - 1e-9))
         for chosen in _cut_responses(lengths, response_s, max_rows - P, fewest):
-            part_lengths = [lengths[response] for response in chosen]
-            parts.append(Part(index, tuple(chosen), P + sum(part_lengths), cost.part_s(P, part_lengths)))
+            part_s = prompt_s + math.fsum(response_s[response] for response in chosen)
+            parts.append(Part(index, tuple(chosen), P + sum(lengths[response] for response in chosen), part_s))
     return parts
 
 

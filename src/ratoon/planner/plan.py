@@ -30,8 +30,9 @@ RanksMeet = Literal["step", "microbatch"]
 _BALANCED = 1.01
 """Predicted over lower bound, from which on no group is cut for balance."""
 
-_SHARES = (1.1, 1.05, 1.0, 1 / 2, 1 / 3, 1 / 4, 1 / 6, 1 / 8)
-"""Of the lower bound: what a part may cost at most, tried in turn. Over 1, because prompts are then repeated."""
+_SHARES = (1.1, 1.0, 1 / 2, 1 / 3, 1 / 4)
+"""Of what a rank has between two meetings, if work is shared evenly: what a part may cost at most, tried in turn.
+Over 1, because prompts are then repeated."""
 
 _WORTH_CUTTING = 0.005
 """A plan that repeats prompts for balance must be faster by so much."""
@@ -144,19 +145,22 @@ def plan_shapes(
     table = ShapeTable.of(shapes)
     bound_s = _lower_bound_s(table, num_ranks, max_rows_per_microbatch, cost)
 
-    def plan(max_work_s: float) -> StepPlan:
+    def plan(max_work_s: float, meet: RanksMeet) -> StepPlan:
         parts = cut_groups(shapes, table, max_rows=max_rows_per_microbatch, cost=cost, max_work_s=max_work_s)
-        ranks = _deal_by_microbatch(parts, num_ranks, max_rows_per_microbatch) if ranks_meet == "microbatch" else None
+        ranks = _deal_by_microbatch(parts, num_ranks, max_rows_per_microbatch) if meet == "microbatch" else None
         return _plan(ranks or _deal_by_rank(parts, num_ranks, max_rows_per_microbatch), table, bound_s, cost)
 
     def step_s(candidate: StepPlan) -> float:
         return candidate.predicted_s if ranks_meet == "step" else candidate.lockstep_s
 
-    best = plan(math.inf)
+    best = plan(math.inf, "step")
+    if ranks_meet == "microbatch":
+        best = min(best, plan(math.inf, "microbatch"), key=step_s)
+    even_s = bound_s if ranks_meet == "step" else bound_s / max(best.num_microbatches, 1)
     for share in _SHARES if num_ranks > 1 else ():
         if step_s(best) <= bound_s * _BALANCED:
             break
-        candidate = plan(share * bound_s)
+        candidate = plan(share * even_s, ranks_meet)
         if step_s(candidate) < step_s(best) * (1 - _WORTH_CUTTING):
             best = candidate
     return best

@@ -1,0 +1,80 @@
+"""The planner's bench: its peer is Karmarkar-Karp, and its rows say what plans say."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ratoon.bench.planner import MAX_SEQUENCE_RANKS, PlannerCase, bench_planner, karmarkar_karp
+from ratoon.bench.rows import BenchRow
+from ratoon.cli.main import main
+
+
+@given(st.lists(st.integers(0, 50), max_size=7), st.integers(1, 3))
+def test_karmarkar_karp_deals_every_item_once_and_well(sizes: list[int], num_parts: int):
+    """Within 4/3 - 1/(3 parts) of the best heaviest part; the method's bound is lower."""
+    parts = karmarkar_karp(sizes, num_parts)
+    assert len(parts) == num_parts
+    assert sorted(item for part in parts for item in part) == list(range(len(sizes)))
+    best = min(
+        max(sum(size for size, at in zip(sizes, where, strict=True) if at == part) for part in range(num_parts))
+        for where in itertools.product(range(num_parts), repeat=len(sizes))
+    )
+    heaviest = max(sum(sizes[item] for item in part) for part in parts)
+    assert best <= heaviest <= best * (4 / 3 - 1 / (3 * num_parts)) + 1e-9
+
+
+def test_karmarkar_karp_by_hand():
+    """Karmarkar and Karp's differences of 8, 7, 6, 5, 4 are 1, 1, then 4 - 1 - 1 = 2: sums 16 and 14."""
+    sums = sorted(sum((8, 7, 6, 5, 4)[item] for item in part) for part in karmarkar_karp([8, 7, 6, 5, 4], 2))
+    assert sums == [14, 16]
+
+
+def figure(row: BenchRow, name: str) -> float:
+    value = row.figures[name]
+    assert isinstance(value, float | int)
+    return value
+
+
+def test_rows_name_both_ways_of_meeting_and_the_peers():
+    case = PlannerCase(groups=40, N=4, ranks=4, max_rows=32_768)
+    rows = bench_planner(case, command="ratoon bench planner")
+    assert [(row.impl, row.layout, row.peer) for row in rows] == [
+        ("ratoon, ranks meet every step", "shared", False),
+        ("ratoon, ranks meet every microbatch", "shared", False),
+        ("karmarkar-karp on rows", "shared", True),
+        ("karmarkar-karp on lengths", "replicated", True),
+    ]
+    predicted, lockstep, num_rows = (
+        [figure(row, name) for row in rows] for name in ("of_lower_bound", "lockstep_s", "num_rows")
+    )
+    assert min(predicted) >= 1
+    assert predicted[0] <= predicted[2]
+    assert lockstep[1] <= lockstep[0]
+    assert num_rows[3] > num_rows[2]
+    many = bench_planner(PlannerCase(groups=4, N=2, ranks=MAX_SEQUENCE_RANKS + 1, max_rows=32_768), command="")
+    assert len(many) == 3
+
+
+def test_the_command_appends_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    results = tmp_path / "planner.jsonl"
+    arguments = ["--groups", "20", "--ranks", "2,3", "--results", str(results)]
+    assert main(["bench", "planner", *arguments]) == 0
+    assert "karmarkar-karp on lengths" in capsys.readouterr().out
+    assert [json.loads(line)["case"]["ranks"] for line in results.read_text().splitlines()] == [2] * 4 + [3] * 4
+
+
+@pytest.mark.parametrize("ranks", ["0", "x", "2,", "-1"])
+def test_numbers_of_ranks_are_positive(ranks: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exit_:
+        main(["bench", "planner", f"--ranks={ranks}"])
+    assert exit_.value.code == 2
+    assert "--ranks: must be" in capsys.readouterr().err
+
+
+def test_a_response_over_the_budget_is_one_paragraph(capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "planner", "--groups", "5", "--max-rows", "100", "--ranks", "2"]) == 2
+    assert "planner.max_rows_per_microbatch=100" in capsys.readouterr().err
