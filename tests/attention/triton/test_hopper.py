@@ -109,8 +109,11 @@ def test_gradients_are_the_same_bits_in_every_run(head_dim: int):
 
 VARIANTS = {
     "persistent": {"forward_is_persistent": True},
+    "in-turn": {"forward_overlaps": False},
     "three-groups": {"forward_rows": 192},
     "three-groups-persistent": {"forward_rows": 192, "forward_is_persistent": True},
+    "three-groups-in-turn": {"forward_rows": 192, "forward_overlaps": False},
+    "three-groups-in-turn-persistent": {"forward_rows": 192, "forward_overlaps": False, "forward_is_persistent": True},
     "three-stages": {"forward_stages": 3},
 }
 
@@ -131,7 +134,7 @@ def check_forward(
     blocks = replace(HOPPER_BLOCKS[head_dim], **VARIANTS[variant])
     monkeypatch.setitem(HOPPER_BLOCKS, head_dim, blocks)
     others_out_THD, others_lse_HT = triton_attention.forward(*inputs)
-    if blocks.forward_rows == 128:
+    if blocks.forward_rows == 128 and blocks.forward_overlaps:
         assert torch.equal(others_out_THD, out_THD)
         assert torch.equal(others_lse_HT, lse_HT)
         return
@@ -153,8 +156,9 @@ def test_persistent_programs_of_other_head_dims(monkeypatch: pytest.MonkeyPatch,
     check_forward(monkeypatch, GROUPS, "persistent", head_dim=head_dim)
 
 
-def test_three_groups_of_wide_heads(monkeypatch: pytest.MonkeyPatch):
-    check_forward(monkeypatch, GROUPS, "three-groups", head_dim=128)
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name.startswith("three-groups")])
+def test_three_groups_of_wide_heads(monkeypatch: pytest.MonkeyPatch, variant: str):
+    check_forward(monkeypatch, GROUPS, variant, head_dim=128)
 
 
 @pytest.mark.parametrize("variant", ["persistent", "three-groups-persistent"])
@@ -174,4 +178,5 @@ def test_rows_around_the_borders_of_three_groups(monkeypatch: pytest.MonkeyPatch
 def test_programs_with_many_tiles_and_with_none(monkeypatch: pytest.MonkeyPatch, num_programs: int):
     layout = make_groups((150, [70, 130, 1]))
     check_forward(monkeypatch, layout, "persistent", num_programs=num_programs)
-    check_forward(monkeypatch, layout, "three-groups-persistent", num_programs=num_programs)
+    check_forward(monkeypatch, layout, "three-groups-persistent", num_programs=num_programs, head_dim=128)
+    check_forward(monkeypatch, layout, "three-groups-in-turn-persistent", num_programs=num_programs)

@@ -57,6 +57,9 @@ class HopperBlocks:
     forward_is_persistent: bool = False
     """The forward pass has a program for each multiprocessor, which walks a list of tiles of rows."""
 
+    forward_overlaps: bool = True
+    """A group of the forward pass multiplies probabilities while it weighs the next scores."""
+
     @property
     def forward_groups(self) -> int:
         """Groups of four warps that own `GROUP_ROWS` rows each."""

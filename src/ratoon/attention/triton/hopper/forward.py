@@ -4,8 +4,9 @@ Two groups overlap with themselves, which is FlashAttention-3's schedule (sectio
 probabilities by values, the scores of the next tile are already queued behind them, and the group weighs the last
 scores. The two groups drift apart, so that one multiplies while the other takes exponentials.
 
-Three groups have registers for one product each, and read every tile of keys for half as many rows again. Each takes
-its turn with a tile: scores, probabilities, output. While one takes exponentials, the other two multiply.
+Three groups read every tile of keys for half as many rows again, with 160 registers a thread. They overlap with
+themselves if probabilities wait in shared memory. Otherwise each does one product at a time, and while it takes
+exponentials the other two multiply.
 
 A program that is persistent walks a list of tiles of rows. Its copying warp is ahead of the groups: the next rows and
 their first keys are there when a group has written its last ones.
@@ -221,10 +222,10 @@ def store_lse(lse_ptr, highest, total, excess, rows, head, stride_lh, T, softmax
 
 @gluon.jit
 def attend_tile(
-    q_smem, own, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free,
+    q_smem, own, k_smem, v_smem, terms_smem, probs_smem, k_ready, k_free, v_ready, v_free,
     count, probs, out, highest, total, excess, key_tile, rows, row_positions, factor, window,
     SCORES: gl.constexpr, OUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-    IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    PROBS_IN_MEMORY: gl.constexpr, IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Queues this tile's q.k, then the last tile's probs.v behind it; weighs the former while the latter runs."""
     stage = count % NUM_STAGES
@@ -235,7 +236,10 @@ def attend_tile(
     last_stage = (count - 1) % NUM_STAGES
     mbarrier.wait(v_ready.index(last_stage), ((count - 1) // NUM_STAGES) & 1)
     v = matrix(v_smem, last_stage)
-    out = warpgroup_mma(probs, v, out, is_async=True)
+    if PROBS_IN_MEMORY:
+        out = warpgroup_mma(matrix_in_loop(probs_smem, own, count), v, out, is_async=True)
+    else:
+        out = warpgroup_mma(probs, v, out, is_async=True)
     products = warpgroup_mma_wait(1, deps=[products])
     if IS_PARTIAL:
         products = mask_by_terms(
@@ -245,10 +249,19 @@ def attend_tile(
     new_probs, shrink, highest, total, excess = weigh(
         products, highest, total, excess, factor, v_smem.dtype, IS_PARTIAL
     )
-    new_probs = gl.convert_layout(new_probs, gl.DotOperandLayout(0, OUT, 2))
-    total = stay_before(total)
-    out, _ = warpgroup_mma_wait(0, deps=[out, probs])  # the product reads the old probs until then
-    mbarrier.arrive(v_free.index(last_stage))
+    # The product reads the old probs until it is waited for.
+    if PROBS_IN_MEMORY:
+        total = stay_before(total)
+        out = warpgroup_mma_wait(0, deps=[out])
+        mbarrier.arrive(v_free.index(last_stage))
+        matrix_in_loop(probs_smem, own, count).store(new_probs)
+        fence_async_shared()
+        new_probs = probs
+    else:
+        new_probs = gl.convert_layout(new_probs, gl.DotOperandLayout(0, OUT, 2))
+        total = stay_before(total)
+        out, _ = warpgroup_mma_wait(0, deps=[out, probs])
+        mbarrier.arrive(v_free.index(last_stage))
     out = out * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
     return new_probs, out, highest, total, excess
 
@@ -286,18 +299,26 @@ def attend_tile_in_turn(
 
 @gluon.jit
 def attend_item(
-    sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem, q_free, k_ready, k_free, v_ready, v_free,
+    sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem, probs_smem,
+    q_free, k_ready, k_free, v_ready, v_free,
     full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
     tile, head, count, stride_lh, T, softmax_scale, window,
     GROUP_INDEX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_E: gl.constexpr,
-    NUM_STAGES: gl.constexpr, NUM_GROUPS: gl.constexpr, FREES_ROWS: gl.constexpr,
+    NUM_STAGES: gl.constexpr, NUM_GROUPS: gl.constexpr, OVERLAPS: gl.constexpr, FREES_ROWS: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """64 rows, which are there, against every tile of their lists, partial ones first: the output [M, E], and count."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_E, 16])
-    OVERLAPS: gl.constexpr = NUM_GROUPS == 2
+    PROBS_IN_MEMORY: gl.constexpr = OVERLAPS and NUM_GROUPS == 3
     factor = softmax_scale * LOG2E
+    if OVERLAPS:
+        # The first tile, which is partial: a tile of rows always meets the diagonal.
+        stage = count % NUM_STAGES
+        mbarrier.wait(k_ready.index(stage), (count // NUM_STAGES) & 1)
+        q, k = matrix_in_loop(q_smem, GROUP_INDEX, count), matrix(k_smem, stage)
+        none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
+        products = warpgroup_mma(q, k.permute([1, 0]), none, use_acc=False, is_async=True)
     rows = tile * (BLOCK_M * NUM_GROUPS) + GROUP_INDEX * BLOCK_M
     rows = rows + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
     row_positions = rows
@@ -309,20 +330,20 @@ def attend_item(
     first_tile = gl.load(partial_start_ptr + first_interval)
 
     if OVERLAPS:
-        # The first tile, which is partial: a tile of rows always meets the diagonal.
-        stage = count % NUM_STAGES
-        mbarrier.wait(k_ready.index(stage), (count // NUM_STAGES) & 1)
-        q, k = matrix_in_loop(q_smem, GROUP_INDEX, count), matrix(k_smem, stage)
-        none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
-        products = warpgroup_mma(q, k.permute([1, 0]), none, use_acc=False, is_async=True)
         products = warpgroup_mma_wait(0, deps=[products])
         products = mask_by_terms(
             products, terms_smem, stage, first_tile, rows, row_positions, window, SCORES, BLOCK_N, NUM_STAGES,
             HAS_WINDOW,
         )  # fmt: skip
         mbarrier.arrive(k_free.index(stage))
-        new_probs, _, highest, total, excess = weigh(products, highest, total, excess, factor, v_smem.dtype, True)
-        probs = gl.convert_layout(new_probs, gl.DotOperandLayout(0, OUT, 2))
+        probs, _, highest, total, excess = weigh(products, highest, total, excess, factor, v_smem.dtype, True)
+        if PROBS_IN_MEMORY:
+            tma.store_wait(0)  # the last output has left from there
+            matrix(probs_smem, GROUP_INDEX).store(probs)
+            fence_async_shared()
+            probs = gl.to_tensor(0)  # in name only
+        else:
+            probs = gl.convert_layout(probs, gl.DotOperandLayout(0, OUT, 2))
         count += 1
 
     for interval in range(first_interval, gl.load(partial_offsets_ptr + tile + 1)):
@@ -332,9 +353,9 @@ def attend_item(
         for key_tile in range(start, gl.load(partial_end_ptr + interval)):
             if OVERLAPS:
                 probs, out, highest, total, excess = attend_tile(
-                    q_smem, GROUP_INDEX, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free,
+                    q_smem, GROUP_INDEX, k_smem, v_smem, terms_smem, probs_smem, k_ready, k_free, v_ready, v_free,
                     count, probs, out, highest, total, excess, key_tile, rows, row_positions, factor, window,
-                    SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, True, HAS_WINDOW,
+                    SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, PROBS_IN_MEMORY, True, HAS_WINDOW,
                 )  # fmt: skip
             else:
                 out, highest, total, excess = attend_tile_in_turn(
@@ -347,9 +368,9 @@ def attend_item(
         for key_tile in range(gl.load(full_start_ptr + interval), gl.load(full_end_ptr + interval)):
             if OVERLAPS:
                 probs, out, highest, total, excess = attend_tile(
-                    q_smem, GROUP_INDEX, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free,
+                    q_smem, GROUP_INDEX, k_smem, v_smem, terms_smem, probs_smem, k_ready, k_free, v_ready, v_free,
                     count, probs, out, highest, total, excess, key_tile, rows, row_positions, factor, window,
-                    SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, False, HAS_WINDOW,
+                    SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, PROBS_IN_MEMORY, False, HAS_WINDOW,
                 )  # fmt: skip
             else:
                 out, highest, total, excess = attend_tile_in_turn(
@@ -364,8 +385,13 @@ def attend_item(
     if OVERLAPS:
         last_stage = (count - 1) % NUM_STAGES
         mbarrier.wait(v_ready.index(last_stage), ((count - 1) // NUM_STAGES) & 1)
-        out = warpgroup_mma(probs, matrix(v_smem, last_stage), out, is_async=True)
-        out, _ = warpgroup_mma_wait(0, deps=[out, probs])
+        v = matrix(v_smem, last_stage)
+        if PROBS_IN_MEMORY:
+            out = warpgroup_mma(matrix_in_loop(probs_smem, GROUP_INDEX, count), v, out, is_async=True)
+            out = warpgroup_mma_wait(0, deps=[out])
+        else:
+            out = warpgroup_mma(probs, v, out, is_async=True)
+            out, _ = warpgroup_mma_wait(0, deps=[out, probs])
         mbarrier.arrive(v_free.index(last_stage))
     divisor = store_lse(lse_ptr, highest, total, excess, rows, head, stride_lh, T, softmax_scale)
     return out / gl.convert_layout(divisor, gl.SliceLayout(1, OUT))[:, None], count
@@ -373,13 +399,13 @@ def attend_item(
 
 @gluon.jit
 def attend_rows(
-    out_desc, sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem, out_smem,
+    out_desc, sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem, probs_smem, out_smem,
     q_ready, q_free, k_ready, k_free, v_ready, v_free,
     work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
     partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
     num_tiles, stride_lh, T, softmax_scale, window,
     GROUP_INDEX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-    NUM_GROUPS: gl.constexpr, IS_PERSISTENT: gl.constexpr, HAS_OUT_TILES: gl.constexpr,
+    NUM_GROUPS: gl.constexpr, OVERLAPS: gl.constexpr, IS_PERSISTENT: gl.constexpr, HAS_OUT_TILES: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: 64 rows of each tile that the program owns."""
@@ -387,17 +413,20 @@ def attend_rows(
     FREES_ROWS: gl.constexpr = IS_PERSISTENT and HAS_OUT_TILES
     if IS_PERSISTENT:
         first_work = gl.load(work_offsets_ptr + gl.program_id(0))
+        last_work = gl.load(work_offsets_ptr + gl.program_id(0) + 1)
         count = gl.to_tensor(0)
-        for index in range(first_work, gl.load(work_offsets_ptr + gl.program_id(0) + 1)):
-            work = gl.load(work_ptr + index)
-            tile, head = work % num_tiles, work // num_tiles
+        next_work = gl.load(work_ptr + first_work, mask=first_work < last_work, other=0)
+        for index in range(first_work, last_work):
+            tile, head = next_work % num_tiles, next_work // num_tiles
+            next_work = gl.load(work_ptr + index + 1, mask=index + 1 < last_work, other=0)
             mbarrier.wait(q_ready.index(GROUP_INDEX), (index - first_work) & 1)
             out, count = attend_item(
                 sinks_ptr, lse_ptr, positions_ptr,
-                q_smem, k_smem, v_smem, terms_smem, q_free, k_ready, k_free, v_ready, v_free,
+                q_smem, k_smem, v_smem, terms_smem, probs_smem, q_free, k_ready, k_free, v_ready, v_free,
                 full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
                 tile, head, count, stride_lh, T, softmax_scale, window,
-                GROUP_INDEX, BLOCK_M, BLOCK_N, BLOCK_E, NUM_STAGES, NUM_GROUPS, FREES_ROWS, HAS_SINKS, HAS_WINDOW,
+                GROUP_INDEX, BLOCK_M, BLOCK_N, BLOCK_E, NUM_STAGES, NUM_GROUPS, OVERLAPS, FREES_ROWS,
+                HAS_SINKS, HAS_WINDOW,
             )  # fmt: skip
             if HAS_OUT_TILES:
                 tma.store_wait(0)  # the last output has left
@@ -413,10 +442,11 @@ def attend_rows(
         mbarrier.wait(q_ready.index(GROUP_INDEX), 0)
         out, _ = attend_item(
             sinks_ptr, lse_ptr, positions_ptr,
-            q_smem, k_smem, v_smem, terms_smem, q_free, k_ready, k_free, v_ready, v_free,
+            q_smem, k_smem, v_smem, terms_smem, probs_smem, q_free, k_ready, k_free, v_ready, v_free,
             full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
             tile, head, gl.to_tensor(0), stride_lh, T, softmax_scale, window,
-            GROUP_INDEX, BLOCK_M, BLOCK_N, BLOCK_E, NUM_STAGES, NUM_GROUPS, FREES_ROWS, HAS_SINKS, HAS_WINDOW,
+            GROUP_INDEX, BLOCK_M, BLOCK_N, BLOCK_E, NUM_STAGES, NUM_GROUPS, OVERLAPS, FREES_ROWS,
+                HAS_SINKS, HAS_WINDOW,
         )  # fmt: skip
         first_row = tile * (BLOCK_M * NUM_GROUPS) + GROUP_INDEX * BLOCK_M
         matrix(out_smem, GROUP_INDEX).store(out.to(out_smem.dtype))
@@ -431,19 +461,29 @@ def forward_kernel(
     full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
     stride_lh, T, num_tiles, softmax_scale, window,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-    NUM_GROUPS: gl.constexpr, IS_PERSISTENT: gl.constexpr, HAS_OUT_TILES: gl.constexpr,
+    NUM_GROUPS: gl.constexpr, OVERLAPS: gl.constexpr, IS_PERSISTENT: gl.constexpr, HAS_OUT_TILES: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """A program owns NUM_GROUPS * BLOCK_M rows of one head, or a list of such. The value head dim is the query's.
 
     IS_PERSISTENT: program p does work [offsets[p], offsets[p + 1]), head * num_tiles + tile each. Otherwise work is
     the tiles in the order in which they start, for head after head, and there are no offsets.
-    HAS_OUT_TILES: outputs have shared memory of their own, and leave while the next rows come in.
+    HAS_OUT_TILES: outputs do not leave from the rows' memory, so that the next rows can come in at the same time.
+    OVERLAPS: the groups overlap with themselves; three have their probabilities in shared memory then.
     """
     q_smem, k_smem, v_smem = allocate(q_desc, NUM_GROUPS), allocate(k_desc, NUM_STAGES), allocate(v_desc, NUM_STAGES)
     terms_smem = allocate(terms_desc, 2 * NUM_STAGES if HAS_WINDOW else NUM_STAGES)
-    # Without: rows are spent when outputs leave.
-    out_smem = allocate(out_desc, NUM_GROUPS) if HAS_OUT_TILES else q_smem
+    BLOCK_E: gl.constexpr = out_desc.block_type.shape[2]
+    # Memory that nobody reads any more takes outputs on their way out.
+    probs_smem, out_smem = q_smem, q_smem
+    if OVERLAPS and NUM_GROUPS == 3:
+        probs_smem = gl.allocate_shared_memory(v_desc.dtype, [NUM_GROUPS, BLOCK_M, 1, BLOCK_N], v_desc.layout)
+        if BLOCK_E == BLOCK_N:
+            out_smem = probs_smem
+        elif HAS_OUT_TILES:
+            out_smem = allocate(out_desc, NUM_GROUPS)
+    elif HAS_OUT_TILES:
+        out_smem = allocate(out_desc, NUM_GROUPS)
     q_ready, k_ready, v_ready = barriers(NUM_GROUPS, 1), barriers(NUM_STAGES, 1), barriers(NUM_STAGES, 1)
     q_free, k_free, v_free = barriers(NUM_GROUPS, 1), barriers(NUM_STAGES, NUM_GROUPS), barriers(NUM_STAGES, NUM_GROUPS)
     fence_async_shared()
@@ -451,20 +491,24 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (attend_rows, (
-                    out_desc, sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem, out_smem,
+                    out_desc, sinks_ptr, lse_ptr, positions_ptr,
+                    q_smem, k_smem, v_smem, terms_smem, probs_smem, out_smem,
                     q_ready, q_free, k_ready, k_free, v_ready, v_free,
                     work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
                     partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
                     num_tiles, stride_lh, T, softmax_scale, window,
-                    0, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_OUT_TILES, HAS_SINKS, HAS_WINDOW,
+                    0, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, OVERLAPS, IS_PERSISTENT, HAS_OUT_TILES,
+                    HAS_SINKS, HAS_WINDOW,
                 )),
                 (attend_rows, (
-                    out_desc, sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem, out_smem,
+                    out_desc, sinks_ptr, lse_ptr, positions_ptr,
+                    q_smem, k_smem, v_smem, terms_smem, probs_smem, out_smem,
                     q_ready, q_free, k_ready, k_free, v_ready, v_free,
                     work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
                     partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
                     num_tiles, stride_lh, T, softmax_scale, window,
-                    1, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_OUT_TILES, HAS_SINKS, HAS_WINDOW,
+                    1, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, OVERLAPS, IS_PERSISTENT, HAS_OUT_TILES,
+                    HAS_SINKS, HAS_WINDOW,
                 )),
                 (copy_tiles, (
                     q_desc, k_desc, v_desc, terms_desc, q_smem, k_smem, v_smem, terms_smem,
@@ -481,28 +525,34 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (attend_rows, (
-                    out_desc, sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem, out_smem,
+                    out_desc, sinks_ptr, lse_ptr, positions_ptr,
+                    q_smem, k_smem, v_smem, terms_smem, probs_smem, out_smem,
                     q_ready, q_free, k_ready, k_free, v_ready, v_free,
                     work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
                     partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
                     num_tiles, stride_lh, T, softmax_scale, window,
-                    0, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_OUT_TILES, HAS_SINKS, HAS_WINDOW,
+                    0, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, OVERLAPS, IS_PERSISTENT, HAS_OUT_TILES,
+                    HAS_SINKS, HAS_WINDOW,
                 )),
                 (attend_rows, (
-                    out_desc, sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem, out_smem,
+                    out_desc, sinks_ptr, lse_ptr, positions_ptr,
+                    q_smem, k_smem, v_smem, terms_smem, probs_smem, out_smem,
                     q_ready, q_free, k_ready, k_free, v_ready, v_free,
                     work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
                     partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
                     num_tiles, stride_lh, T, softmax_scale, window,
-                    1, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_OUT_TILES, HAS_SINKS, HAS_WINDOW,
+                    1, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, OVERLAPS, IS_PERSISTENT, HAS_OUT_TILES,
+                    HAS_SINKS, HAS_WINDOW,
                 )),
                 (attend_rows, (
-                    out_desc, sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem, out_smem,
+                    out_desc, sinks_ptr, lse_ptr, positions_ptr,
+                    q_smem, k_smem, v_smem, terms_smem, probs_smem, out_smem,
                     q_ready, q_free, k_ready, k_free, v_ready, v_free,
                     work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
                     partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
                     num_tiles, stride_lh, T, softmax_scale, window,
-                    2, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_OUT_TILES, HAS_SINKS, HAS_WINDOW,
+                    2, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, OVERLAPS, IS_PERSISTENT, HAS_OUT_TILES,
+                    HAS_SINKS, HAS_WINDOW,
                 )),
                 (copy_tiles, (
                     q_desc, k_desc, v_desc, terms_desc, q_smem, k_smem, v_smem, terms_smem,

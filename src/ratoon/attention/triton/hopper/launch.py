@@ -60,7 +60,7 @@ def forward(
         sinks_H, lse_HT, plan.positions_T, work, offsets, *schedule.full, *schedule.partial,
         lse_HT.stride(0), T, num_tiles, scoring.softmax_scale, plan.window,
         GROUP=Hq // k_THD.shape[1], BLOCK_M=GROUP_ROWS, BLOCK_N=blocks.forward_keys, NUM_STAGES=blocks.forward_stages,
-        NUM_GROUPS=blocks.forward_groups, IS_PERSISTENT=blocks.forward_is_persistent,
+        NUM_GROUPS=blocks.forward_groups, OVERLAPS=blocks.forward_overlaps, IS_PERSISTENT=blocks.forward_is_persistent,
         HAS_OUT_TILES=blocks.forward_is_persistent and padded_head_dim(D) <= MAX_DIM_OF_OUT_TILES,
         HAS_SINKS=sinks_H is not None, HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
