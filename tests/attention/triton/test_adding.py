@@ -15,8 +15,8 @@ from torch import Tensor
 from ratoon.attention import AttentionPlan, reference
 from ratoon.attention.autograd import KernelPair, attend
 from ratoon.attention.kernel import Scoring
-from ratoon.attention.triton import adding
-from ratoon.attention.triton.schedule import build_key_schedule
+from ratoon.attention.triton import adding, walks
+from ratoon.attention.triton.walks import Walk, build_key_walks
 from ratoon.layout import PackedLayout, pack_documents
 
 HAS_GPU = torch.cuda.is_available()
@@ -98,16 +98,22 @@ def test_groups_may_drift_one_or_two_tiles_apart(monkeypatch: pytest.MonkeyPatch
     check(layout, make_case(layout, heads=(4, 2), head_dim=128))
 
 
-@pytest.mark.parametrize("is_from_end", [False, True])
+@pytest.mark.parametrize("walk", list(Walk))
 @pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))
-def test_rows_visit_from_either_end(monkeypatch: pytest.MonkeyPatch, head_dim: int, is_from_end: bool):
+def test_rows_visit_in_any_order(monkeypatch: pytest.MonkeyPatch, head_dim: int, walk: Walk):
     """A window ends before the first response does: the prompt's keys are read by two intervals of rows."""
-    blocks = replace(adding.ADDING_BLOCKS[head_dim], is_from_end=is_from_end)
+    blocks = replace(adding.ADDING_BLOCKS[head_dim], walk=walk)
     monkeypatch.setattr(adding, "ADDING_BLOCKS", {head_dim: blocks})
-    layout, window = make_groups((150, [500, 130])), 200
-    items = build_key_schedule(AttentionPlan.build(layout, window=window), blocks.rows, adding.ITEM_KEYS, 1, 2)
-    assert max(items.partial.offsets.diff()) > 1, "the case no longer has a gap"
-    check(layout, make_case(layout, heads=(6, 2), head_dim=head_dim), window=window)
+    monkeypatch.setattr(walks, "CROWD", 2)
+    layout, window = make_groups((520, [500, 200])), 600
+    plan = AttentionPlan.build(layout, window=window)
+    sizes = (blocks.rows, adding.ITEM_KEYS, adding.CPU_WORKERS, 1, 2)
+    of_programs, in_order = (build_key_walks(plan, *sizes, which) for which in (walk, Walk.FROM_START))
+    assert max(of_programs.items.full.offsets.diff()) > 1, "the case no longer has a gap"
+    goes_round = walk in (Walk.STAGGERED, Walk.JOINING)
+    assert (len(of_programs.full.start_J) > len(in_order.full.start_J)) == goes_round
+    assert bool(of_programs.turn_P.any()) == goes_round
+    check(layout, make_case(layout, heads=(2, 1), head_dim=head_dim), window=window)
 
 
 @pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))

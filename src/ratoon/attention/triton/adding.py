@@ -23,8 +23,8 @@ from ratoon.attention.plan import AttentionPlan
 from ratoon.attention.triton.attention import add_parts, row_terms
 from ratoon.attention.triton.attention import forward as forward  # a kernel's home has both passes
 from ratoon.attention.triton.descriptors import empty_aligned, padded_head_dim
-from ratoon.attention.triton.schedule import build_key_schedule
 from ratoon.attention.triton.scores import wide
+from ratoon.attention.triton.walks import Walk, build_key_walks
 
 ITEM_KEYS = 128
 """Keys of a program."""
@@ -50,10 +50,8 @@ class AddingBlocks:
     Shared memory holds twice as many tiles' score gradients.
     """
 
-    is_from_end: bool = True
-    """Visiting tiles come from the end of an item's rows, which its neighbours have in common with it; every head of a
-    tile before the next tile. Else head after head, from each item's own first row.
-    """
+    walk: Walk = Walk.JOINING
+    """Which visiting tile comes when."""
 
 
 ADDING_BLOCKS = {64: AddingBlocks(rows=128, stages=2, lag=1), 128: AddingBlocks(rows=64, stages=2, lag=2)}
@@ -74,7 +72,9 @@ def backward(
     )
     assert q_THD.element_size() == 2, f"q is {q_THD.dtype}, and the products here are of 16 bits"
     blocks = ADDING_BLOCKS[block_D]
-    items = plan.schedule(build_key_schedule, blocks.rows, ITEM_KEYS, _num_multiprocessors(plan.device), Hkv)
+    num_workers = _num_multiprocessors(plan.device)
+    walks = plan.schedule(build_key_walks, blocks.rows, ITEM_KEYS, num_workers, Hkv, Hq // Hkv, blocks.walk)
+    items = walks.items
     lse2_HT, means_HT = row_terms(out_THE, dout_THE, lse_HT)
     dq_THD, dk_THD, dv_THE = (empty_aligned(T, heads, D, q_THD) for heads in (Hq, Hkv, Hkv))
     num_tiles = -(-T // blocks.rows)
@@ -83,7 +83,7 @@ def backward(
     launches = import_module("ratoon.attention.triton.hopper.launch")
     launches.backward_adding(
         dout_THE, q_THD, k_THD, v_THE, lse2_HT, means_HT, sums_RHMD, dk_THD, dv_THE, (dk_parts, dv_parts),
-        plan, scoring, items, blocks.rows, blocks.stages, blocks.lag, blocks.is_from_end,
+        plan, scoring, walks, blocks.rows, blocks.stages, blocks.lag, blocks.walk is not Walk.FROM_START,
     )  # fmt: skip
     finish_kernel[(num_tiles, Hq)](
         sums_RHMD, dq_THD, *dq_THD.stride()[:2], T, Hq, scoring.softmax_scale,

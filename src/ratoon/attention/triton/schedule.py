@@ -103,6 +103,26 @@ class KeySchedule:
     """[P] int32, item * num_kv_heads + key head of each program, in the order in which they start."""
 
 
+class KeyItems(NamedTuple):
+    """A `KeySchedule` on the host, and what its programs are ordered by."""
+
+    parts_K: NDArray[np.int32]
+    """Items of each tile of keys."""
+
+    tile_I: NDArray[np.int32]
+
+    segment_I: NDArray[np.intp]
+    """In which the item's keys start."""
+
+    full: Intervals
+    partial: Intervals
+
+    costs_I: NDArray[np.float64]
+    """In full tiles of rows, for each head."""
+
+    work_P: NDArray[np.int32]
+
+
 def build_row_schedule(plan: AttentionPlan, row_tile: int, key_tile: int, is_by_tree: bool = False) -> RowSchedule:
     """is_by_tree: tiles of one tree start one after the other, the costliest tree first, and read the same keys."""
     tiles = build_tile_map(plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile)
@@ -139,6 +159,11 @@ def build_key_schedule(
     plan: AttentionPlan, row_tile: int, key_tile: int, num_workers: int, num_kv_heads: int = 1
 ) -> KeySchedule:
     """num_workers: multiprocessors that all key heads' items are shared out to, at least 1."""
+    return key_schedule(share_out(plan, row_tile, key_tile, num_workers, num_kv_heads), plan)
+
+
+def share_out(plan: AttentionPlan, row_tile: int, key_tile: int, num_workers: int, num_kv_heads: int) -> KeyItems:
+    """What `build_key_schedule` brings onto the device."""
     tiles = build_tile_map(plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile)
     full = tiles.row_intervals_of_keys(TileState.FULL)
     partial = tiles.row_intervals_of_keys(TileState.PARTIAL)
@@ -150,21 +175,24 @@ def build_key_schedule(
     tile_I = np.repeat(np.arange(parts_K.size, dtype=np.int32), parts_K)
     full, partial = _split(full, parts_K), _split(partial, parts_K)
     costs_I = _lengths(full) + PARTIAL_COST * _lengths(partial)
-
-    split_tile_X = np.flatnonzero(parts_K > 1).astype(np.int32)
-    is_split_I = parts_K[tile_I] > 1
-    slot_I = np.where(is_split_I, np.cumsum(is_split_I) - 1, -1).astype(np.int32)
     # Keys of one segment are read by the same rows, but for the tiles on the diagonal.
     segment_I = np.searchsorted(plan.layout.segment_offsets, tile_I * key_tile, side="right") - 1
+    work_P = order_programs(costs_I, segment_I, num_workers, num_kv_heads)
+    return KeyItems(parts_K, tile_I, segment_I, full, partial, costs_I, work_P)
+
+
+def key_schedule(items: KeyItems, plan: AttentionPlan) -> KeySchedule:
+    is_split_I = items.parts_K[items.tile_I] > 1
+    split_tile_X = np.flatnonzero(items.parts_K > 1).astype(np.int32)
     return KeySchedule(
-        tile_I=_on_device(tile_I, plan),
-        slot_I=_on_device(slot_I, plan),
-        full=_intervals_on_device(full, plan),
-        partial=_intervals_on_device(partial, plan),
+        tile_I=_on_device(items.tile_I, plan),
+        slot_I=_on_device(np.where(is_split_I, np.cumsum(is_split_I) - 1, -1).astype(np.int32), plan),
+        full=_intervals_on_device(items.full, plan),
+        partial=_intervals_on_device(items.partial, plan),
         split_tile_X=_on_device(split_tile_X, plan),
-        split_slots=_on_device(_offsets(parts_K[split_tile_X]), plan),
+        split_slots=_on_device(_offsets(items.parts_K[split_tile_X]), plan),
         num_slots=int(is_split_I.sum()),
-        work_P=_on_device(order_programs(costs_I, segment_I, num_workers, num_kv_heads), plan),
+        work_P=_on_device(items.work_P, plan),
     )
 
 

@@ -8,6 +8,8 @@ one product over them, so each group leaves its score gradients in shared memory
 dQ: half of the columns of a head of 128, half of the rows of a head of 64. It does so a turn later, when the
 other group's gradients are there already: the groups may be a turn apart, and one's products run while the other
 takes exponentials.
+
+Rows visit in the order of `walks.py`, which the copying warp and both groups follow.
 """
 
 # Gluon's functions are typed for its compiler, not for who reads a call.
@@ -28,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ratoon.attention.triton.hopper.add_to_global import add_to_global
-from ratoon.attention.triton.hopper.keys import copy_for_keys, probabilities
+from ratoon.attention.triton.hopper.keys import probabilities
 from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, matrix, matrix_in_loop
 from ratoon.attention.triton.scores import LOG2E
 
@@ -100,31 +102,33 @@ def add_half(dq, dq_desc, dq_smem, place):
 def add_rows(
     k_smem, v_smem, q_smem, dout_smem, lse2_smem, means_smem, dscores_smem, dq_desc, dq_smem,
     ready, free, dscores_ready, dk, dv, count, last_place, next_place,
-    offsets_ptr, start_ptr, end_ptr, item, kv_head, keys, lifetime, key_positions, positions_ptr, T, factor, window,
+    offsets_ptr, start_ptr, end_ptr, program, kv_head, first_turn, keys, lifetime, key_positions, positions_ptr,
+    T, factor, window,
     PRODUCTS: gl.constexpr, GRADS: gl.constexpr, GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, NUM_HEADS,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     NUM_STAGES: gl.constexpr, LAG: gl.constexpr, FROM_END: gl.constexpr,
     IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Adds one list of row tiles to dK and dV, [N, D] each, and dQ of tiles up to LAG ago to the sums."""
+    """Adds one list of row tiles to dK and dV, [N, D] each, and dQ of tiles up to LAG ago to the sums.
+
+    The order is that of `copy_rows`.
+    """
     NUM_PARTS: gl.constexpr = BLOCK_M // BLOCK
     k_squares = squares(k_smem, NUM_GROUPS * (BLOCK_D // BLOCK))
     NUM_TURNS: gl.constexpr = 1 if FROM_END else GROUP
-    first_interval = gl.load(offsets_ptr + item)
-    stop_interval = gl.load(offsets_ptr + item + 1)
-    for index in range(first_interval, stop_interval):
-        interval = index
-        if FROM_END:
-            interval = first_interval + stop_interval - 1 - index
+    for interval in range(gl.load(offsets_ptr + program), gl.load(offsets_ptr + program + 1)):
         start = gl.load(start_ptr + interval)
         length = gl.load(end_ptr + interval) - start
+        first_step = 0
+        if FROM_END:
+            first_step = first_turn
         for turn in range(0, NUM_TURNS):
-            for step in range(0, length * (GROUP // NUM_TURNS)):
+            for step in range(first_step, first_step + length * (GROUP // NUM_TURNS)):
                 head = kv_head * GROUP + turn
                 row_tile = start + step
                 if FROM_END:
                     head = kv_head * GROUP + step % GROUP
-                    row_tile = start + length - 1 - step // GROUP
+                    row_tile = (GROUP * (start + length) - 1 + first_turn - step) // GROUP
                 dq = multiply_keys(
                     dscores_smem, dscores_ready, k_squares, count, GROUP_INDEX, BLOCK_M, BLOCK_D, LAG
                 )  # fmt: skip
@@ -191,7 +195,7 @@ def gradients_of_keys(
     q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, dscores_smem, dq_smem,
     own_ready, ready, free, dscores_ready, keys_spent,
     full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-    item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
+    program, tile, slot, kv_head, num_kv_heads, first_turn, T, softmax_scale, window,
     GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     NUM_STAGES: gl.constexpr, LAG: gl.constexpr, FROM_END: gl.constexpr, HAS_WINDOW: gl.constexpr,
@@ -227,16 +231,16 @@ def gradients_of_keys(
     dk, dv, count, last_place, next_place = add_rows(
         k_smem, v_smem, q_smem, dout_smem, lse2_smem, means_smem, dscores_smem, dq_desc, half_smem,
         ready, free, dscores_ready, dk, dv, count, last_place, next_place,
-        partial_offsets_ptr, partial_start_ptr, partial_end_ptr, item, kv_head, keys, lifetime, key_positions,
-        positions_ptr, T, factor, window,
+        partial_offsets_ptr, partial_start_ptr, partial_end_ptr, program, kv_head, first_turn, keys, lifetime,
+        key_positions, positions_ptr, T, factor, window,
         PRODUCTS, GRADS, GROUP_INDEX, GROUP, num_heads, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, FROM_END, True,
         HAS_WINDOW,
     )  # fmt: skip
     dk, dv, count, last_place, next_place = add_rows(
         k_smem, v_smem, q_smem, dout_smem, lse2_smem, means_smem, dscores_smem, dq_desc, half_smem,
         ready, free, dscores_ready, dk, dv, count, last_place, next_place,
-        full_offsets_ptr, full_start_ptr, full_end_ptr, item, kv_head, keys, lifetime, key_positions,
-        positions_ptr, T, factor, window,
+        full_offsets_ptr, full_start_ptr, full_end_ptr, program, kv_head, first_turn, keys, lifetime,
+        key_positions, positions_ptr, T, factor, window,
         PRODUCTS, GRADS, GROUP_INDEX, GROUP, num_heads, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, FROM_END, False,
         HAS_WINDOW,
     )  # fmt: skip
@@ -268,10 +272,72 @@ def gradients_of_keys(
 
 
 @gluon.jit
+def copy_rows(
+    q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
+    offsets_ptr, start_ptr, end_ptr, program, kv_head, first_turn, count,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, NUM_STAGES: gl.constexpr, FROM_END: gl.constexpr,
+):  # fmt: skip
+    """Rows of one list, a tile of one head at a time."""
+    for interval in range(gl.load(offsets_ptr + program), gl.load(offsets_ptr + program + 1)):
+        start = gl.load(start_ptr + interval)
+        length = gl.load(end_ptr + interval) - start
+        first_step = 0
+        if FROM_END:
+            first_step = first_turn
+        for step in range(first_step, first_step + GROUP * length):
+            if FROM_END:
+                head = kv_head * GROUP + step % GROUP
+                first_row = (GROUP * (start + length) - 1 + first_turn - step) // GROUP * BLOCK_M
+            else:
+                head = kv_head * GROUP + step // length
+                first_row = (start + step % length) * BLOCK_M
+            stage = count % NUM_STAGES
+            mbarrier.wait(free.index(stage), ((count // NUM_STAGES) & 1) ^ 1)
+            bar = ready.index(stage)
+            num_bytes: gl.constexpr = (
+                q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * lse2_desc.block_type.nbytes
+            )
+            mbarrier.expect(bar, num_bytes)
+            tma.async_copy_global_to_shared(q_desc, [first_row, head, 0], bar, q_smem.index(stage))
+            tma.async_copy_global_to_shared(lse2_desc, [head, first_row], bar, lse2_smem.index(stage))
+            tma.async_copy_global_to_shared(dout_desc, [first_row, head, 0], bar, dout_smem.index(stage))
+            tma.async_copy_global_to_shared(means_desc, [head, first_row], bar, means_smem.index(stage))
+            count += 1
+    return count
+
+
+@gluon.jit
+def copy_keys_and_rows(
+    q_desc, dout_desc, k_desc, v_desc, lse2_desc, means_desc,
+    q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, own_ready, ready, free,
+    full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+    program, tile, kv_head, first_turn,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
+    FROM_END: gl.constexpr,
+):  # fmt: skip
+    """The copying warp."""
+    for group in gl.static_range(NUM_GROUPS):
+        first_key = tile * (BLOCK_N * NUM_GROUPS) + group * BLOCK_N
+        mbarrier.expect(own_ready.index(group), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, [first_key, kv_head, 0], own_ready.index(group), k_smem.index(group))
+        tma.async_copy_global_to_shared(v_desc, [first_key, kv_head, 0], own_ready.index(group), v_smem.index(group))
+    count = copy_rows(
+        q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
+        partial_offsets_ptr, partial_start_ptr, partial_end_ptr, program, kv_head, first_turn, gl.to_tensor(0),
+        GROUP, BLOCK_M, NUM_STAGES, FROM_END,
+    )  # fmt: skip
+    copy_rows(
+        q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
+        full_offsets_ptr, full_start_ptr, full_end_ptr, program, kv_head, first_turn, count,
+        GROUP, BLOCK_M, NUM_STAGES, FROM_END,
+    )  # fmt: skip
+
+
+@gluon.jit
 def adding_kernel(
     q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, dq_desc, lse2_desc, means_desc,
     dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
-    work_ptr, tile_ptr, slot_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
+    work_ptr, tile_ptr, slot_ptr, turn_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
     partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
     T, num_kv_heads, softmax_scale, window,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -279,9 +345,12 @@ def adding_kernel(
 ):  # fmt: skip
     """A program owns an item's keys of one head: BLOCK_N a group.
 
-    FROM_END: programs that start together read the same rows at the same time, the last ones first.
+    FROM_END: each tile of rows comes with all heads of the group, the last tile of an interval first. Else head after
+    head, the first tile first.
     """
-    work = gl.load(work_ptr + gl.program_id(0))
+    program = gl.program_id(0)
+    work = gl.load(work_ptr + program)
+    first_turn = gl.load(turn_ptr + program)
     item = work // num_kv_heads
     kv_head = work % num_kv_heads
     tile = gl.load(tile_ptr + item)
@@ -305,7 +374,7 @@ def adding_kernel(
                 q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, dscores_smem, dq_smem,
                 own_ready, ready, free, dscores_ready, keys_spent,
                 full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
+                program, tile, slot, kv_head, num_kv_heads, first_turn, T, softmax_scale, window,
                 0, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, FROM_END, HAS_WINDOW,
             )),
             (gradients_of_keys, (
@@ -313,14 +382,14 @@ def adding_kernel(
                 q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, dscores_smem, dq_smem,
                 own_ready, ready, free, dscores_ready, keys_spent,
                 full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
+                program, tile, slot, kv_head, num_kv_heads, first_turn, T, softmax_scale, window,
                 1, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, FROM_END, HAS_WINDOW,
             )),
-            (copy_for_keys, (
+            (copy_keys_and_rows, (
                 q_desc, dout_desc, k_desc, v_desc, lse2_desc, means_desc,
                 q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, own_ready, ready, free,
                 full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                item, tile, kv_head, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES, FROM_END,
+                program, tile, kv_head, first_turn, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES, FROM_END,
             )),
         ],
         [4, 1],
