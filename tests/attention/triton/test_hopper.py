@@ -115,6 +115,12 @@ VARIANTS = {
     "three-groups-in-turn": {"forward_rows": 192, "forward_overlaps": False},
     "three-groups-in-turn-persistent": {"forward_rows": 192, "forward_overlaps": False, "forward_is_persistent": True},
     "three-stages": {"forward_stages": 3},
+    "by-tree-mixed": {"forward_by_tree": True, "forward_mixes_heads": True},
+    "by-tree-mixed-persistent": {
+        "forward_by_tree": True,
+        "forward_mixes_heads": True,
+        "forward_is_persistent": True,
+    },
 }
 
 

@@ -18,8 +18,10 @@ FIRST_ROW_OF_TREES = np.cumsum([0, 190, 547])
 
 
 @pytest.mark.parametrize("num_workers", [1, 3, 200])
-def test_every_head_of_every_tile_is_someones_work(num_workers: int):
-    work = build_row_work(PLAN, ROW_TILE, KEY_TILE, 4, num_workers)
+@pytest.mark.parametrize("mixes_heads", [False, True])
+def test_every_head_of_every_tile_is_someones_work(num_workers: int, mixes_heads: bool):
+    work = build_row_work(PLAN, ROW_TILE, KEY_TILE, 4, num_workers, is_persistent=True, mixes_heads=mixes_heads)
+    assert work.offsets_W is not None
     num_tiles = -(-PLAN.num_rows // ROW_TILE)
     assert sorted(work.work_P.tolist()) == list(range(4 * num_tiles))
     assert work.offsets_W.numel() == num_workers + 1
@@ -29,7 +31,8 @@ def test_every_head_of_every_tile_is_someones_work(num_workers: int):
 
 def test_a_program_keeps_the_order_and_no_program_waits_long():
     num_heads, schedule = 8, build_row_schedule(PLAN, ROW_TILE, KEY_TILE)
-    work = build_row_work(PLAN, ROW_TILE, KEY_TILE, num_heads, 5)
+    work = build_row_work(PLAN, ROW_TILE, KEY_TILE, num_heads, 5, is_persistent=True)
+    assert work.offsets_W is not None
     num_tiles = schedule.tile_R.numel()
     state_RK = build_tile_map(PLAN.layout, None, row_tile=ROW_TILE, key_tile=KEY_TILE).state_RK
     costs_R = np.array([0.0, PARTIAL_COST, 1.0])[state_RK].sum(axis=1) + START_COST
@@ -43,10 +46,24 @@ def test_a_program_keeps_the_order_and_no_program_waits_long():
 
 
 def test_rows_of_one_tree_follow_one_another():
-    schedule = build_row_schedule(PLAN, ROW_TILE, KEY_TILE, is_by_tree=True)
-    tree_R = np.searchsorted(FIRST_ROW_OF_TREES, schedule.tile_R.numpy() * ROW_TILE, side="right") - 1
+    tile_R = build_row_work(PLAN, ROW_TILE, KEY_TILE, 1, 5, is_by_tree=True).work_P.numpy()
+    tree_R = np.searchsorted(FIRST_ROW_OF_TREES, tile_R * ROW_TILE, side="right") - 1
     assert tree_R.tolist() == sorted(tree_R.tolist(), key=[1, 0, 2].index)
-    assert sorted(schedule.tile_R.tolist()) == list(range(tree_R.size))
+    assert sorted(tile_R.tolist()) == list(range(tree_R.size))
+
+
+def test_the_last_heads_are_mixed():
+    """Of many heads the first ones go one after the other; of two programs' worth, all are mixed."""
+    num_heads, num_tiles = 64, -(-PLAN.num_rows // ROW_TILE)
+    plain, mixed = (
+        build_row_work(PLAN, ROW_TILE, KEY_TILE, num_heads, 5, mixes_heads=mixes_heads).work_P.numpy() // num_tiles
+        for mixes_heads in (False, True)
+    )
+    assert plain.tolist() == np.repeat(np.arange(num_heads), num_tiles).tolist()
+    num_changes = np.flatnonzero(plain != mixed)
+    first_mixed = num_changes[0] // num_tiles
+    assert num_heads // 2 < first_mixed < num_heads - 1
+    assert mixed[first_mixed * num_tiles :][: num_heads - first_mixed].tolist() == list(range(first_mixed, num_heads))
 
 
 def test_keys_come_with_what_says_who_reads_them():

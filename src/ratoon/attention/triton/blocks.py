@@ -57,6 +57,12 @@ class HopperBlocks:
     forward_is_persistent: bool = False
     """The forward pass has a program for each multiprocessor, which walks a list of tiles of rows."""
 
+    forward_by_tree: bool = False
+    """In the forward pass tiles of one tree start one after the other: they read the same keys."""
+
+    forward_mixes_heads: bool = False
+    """Tiles of the forward pass's last heads start by falling cost, not head after head: all programs end together."""
+
     forward_overlaps: bool = True
     """A group of the forward pass multiplies probabilities while it weighs the next scores."""
 

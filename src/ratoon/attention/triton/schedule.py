@@ -9,6 +9,7 @@ nobody waiting at the end: what they read comes out of memory once.
 # key head each), B lists.
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,6 +27,9 @@ PARTIAL_COST = 1.4
 
 START_COST = 1.5
 """Time in full tiles of what a tile of rows takes besides its keys: its own rows in, its output out."""
+
+MIXED_ITEMS = 4
+"""Where heads are mixed at the end: each worker's share of the mixed ones, in the costliest tile's time."""
 
 MAX_SHARE = 1.0
 """An item takes at most this part of what each multiprocessor has to do for keys. Work for rows fills the gaps."""
@@ -68,13 +72,13 @@ class RowSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowWork:
-    """What each program of a persistent kernel does."""
+    """Every head of every tile of rows, in the order in which they start."""
 
     work_P: Tensor
-    """[P] int32, query head * R + tile of rows, program by program."""
+    """[P] int32, query head * R + tile of rows."""
 
-    offsets_W: Tensor
-    """[programs + 1] int32. Program w does work [offsets[w], offsets[w + 1])."""
+    offsets_W: Tensor | None
+    """[programs + 1] int32. Program w does work [offsets[w], offsets[w + 1]). None: a program for each piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,15 +127,13 @@ class KeyItems(NamedTuple):
     work_P: NDArray[np.int32]
 
 
-def build_row_schedule(plan: AttentionPlan, row_tile: int, key_tile: int, is_by_tree: bool = False) -> RowSchedule:
-    """is_by_tree: tiles of one tree start one after the other, the costliest tree first, and read the same keys."""
+def build_row_schedule(plan: AttentionPlan, row_tile: int, key_tile: int) -> RowSchedule:
     tiles = build_tile_map(plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile)
     full = tiles.key_intervals_of_rows(TileState.FULL)
     partial = tiles.key_intervals_of_rows(TileState.PARTIAL)
     costs_R = _lengths(full) + PARTIAL_COST * _lengths(partial)
-    tree_R = _trees(plan)[::row_tile] if is_by_tree else np.zeros(costs_R.size, np.intp)
     return RowSchedule(
-        tile_R=_on_device(_by_falling_in_groups(costs_R, tree_R), plan),
+        tile_R=_on_device(_by_falling(costs_R), plan),
         full=_intervals_on_device(full, plan),
         partial=_intervals_on_device(partial, plan),
         key_terms=_on_device(_key_terms(plan, key_tile), plan),
@@ -139,16 +141,40 @@ def build_row_schedule(plan: AttentionPlan, row_tile: int, key_tile: int, is_by_
 
 
 def build_row_work(
-    plan: AttentionPlan, row_tile: int, key_tile: int, num_heads: int, num_workers: int, is_by_tree: bool = False
+    plan: AttentionPlan,
+    row_tile: int,
+    key_tile: int,
+    num_heads: int,
+    num_workers: int,
+    *,
+    is_persistent: bool = False,
+    is_by_tree: bool = False,
+    mixes_heads: bool = False,
 ) -> RowWork:
-    """Every head's tiles in the order of `build_row_schedule`, each to the worker that is expected to be free first."""
+    """is_persistent: a program for each worker, which gets what it is expected to be free for; else one for each piece.
+
+    Head after head, each head's tiles by falling cost; is_by_tree: those of one tree one after the other, the costliest
+    tree first. mixes_heads: the last heads' tiles all by falling cost, so that no worker ends long after the others.
+    """
     tiles = build_tile_map(plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile)
     full_R, partial_R = ((tiles.state_RK == state).sum(axis=1) for state in (TileState.FULL, TileState.PARTIAL))
-    costs_R = full_R + PARTIAL_COST * partial_R
+    costs_R = full_R + PARTIAL_COST * partial_R + START_COST
     tree_R = _trees(plan)[::row_tile] if is_by_tree else np.zeros(costs_R.size, np.intp)
-    order_R = _by_falling_in_groups(costs_R, tree_R)
-    work_P = (np.arange(num_heads, dtype=np.int32)[:, None] * costs_R.size + order_R).ravel()
-    worker_P = _first_free(np.tile(costs_R[order_R] + START_COST, num_heads), num_workers)
+    num_mixed = 0
+    if mixes_heads:
+        num_mixed = min(
+            math.ceil(MIXED_ITEMS * num_workers * costs_R.max(initial=0.0) / max(costs_R.sum(), 1.0)), num_heads
+        )
+    heads = np.arange(num_heads, dtype=np.int32)[:, None] * costs_R.size
+    work_P = np.concatenate(
+        [
+            (heads[: num_heads - num_mixed] + _by_falling_in_groups(costs_R, tree_R)).ravel(),
+            (heads[num_heads - num_mixed :] + _by_falling(costs_R)).T.ravel(),
+        ]
+    )
+    if not is_persistent:
+        return RowWork(work_P=_on_device(work_P, plan), offsets_W=None)
+    worker_P = _first_free(costs_R[work_P % costs_R.size], num_workers)
     return RowWork(
         work_P=_on_device(work_P[np.argsort(worker_P, kind="stable")], plan),
         offsets_W=_on_device(_offsets(np.bincount(worker_P, minlength=num_workers)), plan),

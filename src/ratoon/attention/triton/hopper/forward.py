@@ -131,12 +131,12 @@ def copy_tiles(
                 BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_WINDOW,
             )  # fmt: skip
     else:
-        head = gl.program_id(0) // num_tiles
+        work = gl.load(work_ptr + gl.program_id(0))
         copy_item(
             q_desc, k_desc, v_desc, terms_desc, q_smem, k_smem, v_smem, terms_smem,
             q_ready, q_free, k_ready, k_free, v_ready, v_free,
             full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-            gl.load(work_ptr + gl.program_id(0) % num_tiles), head, head // GROUP, 0, gl.to_tensor(0),
+            work % num_tiles, work // num_tiles, work // num_tiles // GROUP, 0, gl.to_tensor(0),
             BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_WINDOW,
         )  # fmt: skip
 
@@ -438,7 +438,8 @@ def attend_rows(
                 tma.store_wait(0)
                 mbarrier.arrive(q_free.index(GROUP_INDEX))
     else:
-        tile, head = gl.load(work_ptr + gl.program_id(0) % num_tiles), gl.program_id(0) // num_tiles
+        work = gl.load(work_ptr + gl.program_id(0))
+        tile, head = work % num_tiles, work // num_tiles
         mbarrier.wait(q_ready.index(GROUP_INDEX), 0)
         out, _ = attend_item(
             sinks_ptr, lse_ptr, positions_ptr,
@@ -466,8 +467,7 @@ def forward_kernel(
 ):  # fmt: skip
     """A program owns NUM_GROUPS * BLOCK_M rows of one head, or a list of such. The value head dim is the query's.
 
-    IS_PERSISTENT: program p does work [offsets[p], offsets[p + 1]), head * num_tiles + tile each. Otherwise work is
-    the tiles in the order in which they start, for head after head, and there are no offsets.
+    Work is head * num_tiles + tile. IS_PERSISTENT: program p does pieces [offsets[p], offsets[p + 1]); else piece p.
     HAS_OUT_TILES: outputs do not leave from the rows' memory, so that the next rows can come in at the same time.
     OVERLAPS: the groups overlap with themselves; three have their probabilities in shared memory then.
     """

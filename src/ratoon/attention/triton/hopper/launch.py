@@ -50,15 +50,16 @@ def forward(
             HAS_SINKS=sinks_H is not None, HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
         )  # fmt: skip
         return
-    work, offsets, num_programs = schedule.tile_R, None, num_tiles * Hq
-    if blocks.forward_is_persistent:
-        num_programs = num_multiprocessors(q_THD.device)
-        of_programs = plan.schedule(build_row_work, blocks.forward_rows, blocks.forward_keys, Hq, num_programs)
-        work, offsets = of_programs.work_P, of_programs.offsets_W
-    forward_kernel[(num_programs,)](
+    num_workers = num_multiprocessors(q_THD.device)
+    work = plan.schedule(
+        build_row_work, blocks.forward_rows, blocks.forward_keys, Hq, num_workers,
+        is_persistent=blocks.forward_is_persistent, is_by_tree=blocks.forward_by_tree,
+        mixes_heads=blocks.forward_mixes_heads,
+    )  # fmt: skip
+    forward_kernel[(num_workers if blocks.forward_is_persistent else num_tiles * Hq,)](
         _tiles(q_THD, GROUP_ROWS), _tiles(k_THD, blocks.forward_keys), _tiles(v_THD, blocks.forward_keys),
         _tiles(out_THD, GROUP_ROWS), _key_terms(schedule.key_terms, blocks.forward_keys),
-        sinks_H, lse_HT, plan.positions_T, work, offsets, *schedule.full, *schedule.partial,
+        sinks_H, lse_HT, plan.positions_T, work.work_P, work.offsets_W, *schedule.full, *schedule.partial,
         lse_HT.stride(0), T, num_tiles, scoring.softmax_scale, plan.window,
         GROUP=Hq // k_THD.shape[1], BLOCK_M=GROUP_ROWS, BLOCK_N=blocks.forward_keys, NUM_STAGES=blocks.forward_stages,
         NUM_GROUPS=blocks.forward_groups, OVERLAPS=blocks.forward_overlaps, IS_PERSISTENT=blocks.forward_is_persistent,
