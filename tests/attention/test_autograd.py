@@ -10,10 +10,11 @@ from tests.attention.oracle import Case, assert_close, dense_attention, dense_ma
 from tests.attention.oracle import output_and_gradients as gradients_of
 from torch import Tensor
 
-from ratoon.attention import AttentionPlan, autograd, forest_attention, impls, reference, resolve_impl, specs
+from ratoon.attention import AttentionPlan, autograd, forest_attention, impls, reference, specs
 from ratoon.attention.autograd import KernelPair
 from ratoon.attention.choice_table import parse_choices
 from ratoon.attention.flash import cpu
+from ratoon.attention.impls import forget_choices
 from ratoon.attention.kernel import Scoring
 
 LAYOUT = make_groups((5, [3, 2]), (2, [4]))
@@ -141,7 +142,7 @@ def test_a_table_pairs_kernels_of_two_implementations(monkeypatch: pytest.Monkey
     """forest_attention runs the forward of one and the backward of the other, and both say the same as either alone."""
     row = '[[cpu]]\nforward = "flash-cpu"\nbackward = "reference"\nmeasured = "for a test"\n'
     monkeypatch.setattr(impls, "choice_table", lambda: parse_choices(row))
-    resolve_impl.cache_clear()
+    forget_choices()
     called: list[str] = []
 
     def spy(name: str, kernel: Callable[..., object]) -> Callable[..., object]:
@@ -158,7 +159,7 @@ def test_a_table_pairs_kernels_of_two_implementations(monkeypatch: pytest.Monkey
     try:
         got = gradients_of(attention, CASE)
     finally:
-        resolve_impl.cache_clear()
+        forget_choices()
     assert called == ["flash-cpu forward", "reference backward"]
     assert_close(got, gradients_of(exact, CASE), 1e-10)
 
@@ -178,7 +179,7 @@ def test_flexattention_gets_the_call_whole(monkeypatch: pytest.MonkeyPatch, impl
     monkeypatch.setattr(specs, "why_not_here", lambda name: None)
     monkeypatch.setattr(specs, "device_types_of", lambda spec: None)
     monkeypatch.setattr(impls, "device_types_of", lambda spec: None)
-    resolve_impl.cache_clear()
+    forget_choices()
     plan, case = AttentionPlan.build(LAYOUT), make_case(LAYOUT).to(torch.bfloat16)
     try:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -186,7 +187,7 @@ def test_flexattention_gets_the_call_whole(monkeypatch: pytest.MonkeyPatch, impl
                 case.q_THD, case.k_THD, case.v_THE, plan, softcap=3.0, softmax_scale=0.4, impl=impl
             )
     finally:
-        resolve_impl.cache_clear()
+        forget_choices()
     scoring = Scoring(softmax_scale=0.4, softcap=3.0)
     assert handed == [(case.q_THD, case.k_THD, case.v_THE, None, plan, scoring, backend, False)]
     assert out_THD is case.q_THD

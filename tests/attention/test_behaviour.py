@@ -206,3 +206,19 @@ def test_thousands_of_tiny_documents_are_batched():
     start = time.perf_counter()
     output_and_gradients(lambda case: forest_attention(case.q_THD, case.k_THD, case.v_THE, plan, impl="flash"), case)
     assert time.perf_counter() - start < 5, "about 0.05 s batched"
+
+
+@pytest.mark.parametrize("what", ["k_THD", "v_THE"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_is_not_finite_is_seen_in_the_gradients_too(impl: str, what: str):
+    """A loss that leaves NaN out, and a norm of gradients that is finite, would hide it."""
+    layout = make_groups((5, [3, 4]))
+    case = make_case(layout).to(torch.float32)
+    getattr(case, what)[6] = torch.nan  # the first response's second row, that its third reads too
+    out_THE, dq_THD, dk_THD, dv_THE = output_and_gradients(attend(layout, impl), case)
+    for tensor in (out_THE, dq_THD):
+        assert tensor[6:8].isnan().all()
+    assert dk_THD[5:8].isnan().any(dim=(1, 2)).all()
+    if impl == "reference":  # tiles of fused kernels share it among their rows
+        assert all(x[:5].isfinite().all() for x in (out_THE, dq_THD))
+        assert all(x[8:].isfinite().all() for x in (out_THE, dq_THD, dk_THD, dv_THE))

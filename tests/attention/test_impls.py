@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -22,9 +23,10 @@ from ratoon.attention import (
     specs,
 )
 from ratoon.attention.choice_table import ARCHITECTURES, architecture_of, parse_choices, shipped_rows
-from ratoon.attention.impls import IMPL_NAMES, check_row
+from ratoon.attention.impls import IMPL_NAMES, check_row, forget_choices
 from ratoon.attention.request import FEATURES, Feature
 from ratoon.attention.specs import OF_BACKWARD, OF_FORWARD, SPECS, spec_named
+from ratoon.models.config import AttentionImpl
 
 LAYOUT = make_groups((3, [2, 1]))
 
@@ -37,9 +39,9 @@ Machine = Callable[..., None]
 def _compiled_kernels(monkeypatch: pytest.MonkeyPatch):
     """As users have it: Triton's interpreter, which other tests need, would say that `triton` runs on the CPU only."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    resolve_impl.cache_clear()
+    forget_choices()
     yield
-    resolve_impl.cache_clear()
+    forget_choices()
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     def become(architecture: str, *names: str) -> None:
         monkeypatch.setattr(specs, "why_not_here", lambda name: None if name in names else f"no {name} in this test")
         monkeypatch.setattr(impls, "architecture_of", lambda device_type: architecture)
-        resolve_impl.cache_clear()
+        forget_choices()
 
     return become
 
@@ -60,7 +62,7 @@ def table(monkeypatch: pytest.MonkeyPatch):
 
     def become(text: str) -> None:
         monkeypatch.setattr(impls, "choice_table", lambda: parse_choices(text))
-        resolve_impl.cache_clear()
+        forget_choices()
 
     return become
 
@@ -418,7 +420,7 @@ def test_architectures(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, i
     [
         ({"q_THD": torch.zeros(1, 6, 4, 8)}, "must be .rows, heads, head dim."),
         ({"k_THD": torch.zeros(5, 2, 8)}, "k_THD has 5 rows, but its plan was built for a layout of 6"),
-        ({"v_THD": torch.zeros(6, 2, 8, dtype=torch.float64)}, "one floating dtype, got v_THD in torch.float64"),
+        ({"v_THD": torch.zeros(6, 2, 8, dtype=torch.float64)}, "one floating dtype, got .*v_THD in torch.float64"),
         ({"k_THD": torch.zeros(6, 2, 7)}, "k must have q's head dim"),
         ({"v_THD": torch.zeros(6, 4, 8)}, "v as many heads as k"),
         ({"k_THD": torch.zeros(6, 3, 8), "v_THD": torch.zeros(6, 3, 8)}, "must divide the number of query heads"),
@@ -426,14 +428,20 @@ def test_architectures(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, i
         ({"sinks_H": torch.zeros(3)}, "sinks_H must hold one floating number for each of 4 query heads"),
         ({"sinks_H": torch.zeros(4, dtype=torch.int64)}, "of torch.int64"),
         ({"q_THD": torch.zeros(6, 4, 8, device="meta")}, "q_THD is on meta, but its plan was built for cpu"),
-        ({"softmax_scale": float("nan")}, "softmax_scale must be positive and finite, got nan"),
-        ({"softmax_scale": 0.0}, "softmax_scale must be positive and finite, got 0.0; pass None"),
-        ({"softmax_scale": -0.5, "impl": "flash"}, "softmax_scale must be positive and finite, got -0.5"),
+        ({"softmax_scale": float("nan")}, "softmax_scale must be a positive, finite number, got nan"),
+        ({"softmax_scale": "0.3"}, "softmax_scale must be a positive, finite number, got '0.3'"),
+        ({"softmax_scale": True}, "softmax_scale must be a positive, finite number, got True"),
+        ({"softmax_scale": [0.3]}, "softmax_scale must be a positive, finite number"),
+        ({"softmax_scale": 1e-44}, "softmax_scale must be a positive, finite number, got 1e-44"),
+        ({"softcap": 1j}, "softcap must be a positive, finite number"),
+        ({"impl": ["flash"]}, "impl must be one of .*, got .'flash'."),
+        ({"softmax_scale": 0.0}, "softmax_scale must be a positive, finite number, got 0.0; pass None"),
+        ({"softmax_scale": -0.5, "impl": "flash"}, "softmax_scale must be a positive, finite number, got -0.5"),
         ({"q_THD": np.zeros((6, 4, 8))}, "q_THD must be a torch.Tensor, got ndarray"),
         ({"sinks_H": [0.0] * 4}, "sinks_H must be a torch.Tensor, got list"),
         ({"plan": None}, r"plan must be an AttentionPlan, got NoneType; .*AttentionPlan.build\(layout\)"),
         ({"plan": LAYOUT}, "plan must be an AttentionPlan, got PackedLayout"),
-        ({"softcap": 0.0}, "softcap must be positive and finite, got 0.0"),
+        ({"softcap": 0.0}, "softcap must be a positive, finite number, got 0.0"),
         ({"impl": "flash", "softcap": 3.0}, "flash-cpu has no softcap"),
     ],
 )
@@ -463,3 +471,71 @@ def test_a_plan_is_of_a_layout(layout: object):
 def test_importing_the_package_imports_no_torch():
     code = f"import sys; sys.path[:] = {sys.path}; import ratoon.attention; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.3), np.float32(0.3), 0.3])
+def test_numbers_of_any_library_are_numbers(value: object):
+    q_THD = torch.randn(LAYOUT.num_rows, 2, 8)
+    plan = AttentionPlan.build(LAYOUT)
+    arguments: dict[str, Any] = {"softmax_scale": value, "softcap": value}
+    out_THD = forest_attention(q_THD, q_THD, q_THD, plan, **arguments)
+    exact_THD = forest_attention(q_THD, q_THD, q_THD, plan, softmax_scale=0.3, softcap=0.3)
+    assert torch.allclose(out_THD, exact_THD, rtol=1e-6)
+
+
+@pytest.mark.parametrize("device", ["nonsense", 5, None, "cuda:99"])
+def test_a_device_that_is_not_here_is_named(device: Any):
+    with pytest.raises(ValueError, match=r"device must name a device of this machine, got "):
+        AttentionPlan.build(LAYOUT, device=device)
+
+
+def test_a_numbered_cpu_is_the_cpu():
+    q_THD = torch.randn(LAYOUT.num_rows, 2, 8)
+    assert forest_attention(q_THD, q_THD, q_THD, AttentionPlan.build(LAYOUT, "cpu:0")).shape == q_THD.shape
+
+
+@pytest.mark.parametrize("switch", ["1", "true", "ON", "yes", "y"])
+def test_the_interpreters_switch_is_read_as_triton_reads_it(monkeypatch: pytest.MonkeyPatch, switch: str):
+    monkeypatch.setenv("TRITON_INTERPRET", switch)
+    assert specs.device_types_of(spec_named("triton")) == {"cpu"}
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert specs.device_types_of(spec_named("triton")) == {"cuda"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[sm90]\nforward = 'triton'\nbackward = 'triton'\nmeasured = 'x'",
+            r"sm90 must be a list of rows, each under \[\[sm90",
+        ),
+        ("sm90 = ['a']", "sm90 must be a list of rows"),
+        ("sm90 = 3", "sm90 must be a list of rows"),
+        ("[[sm90", "choices.toml is no TOML"),
+        (
+            "[[sm90]]\nforward = 'triton'\nbackward = 'triton'\nmeasured = 'x'\nhead_dim = [true, 5]",
+            "head_dim = .* must be two numbers",
+        ),
+    ],
+)
+def test_a_table_that_is_none_is_refused(text: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        parse_choices(text)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "head_dim", "message"),
+    [
+        ("sm90", "triton-adding", "[1, 32]", "triton-adding has no head dim 32"),
+        ("sm80", "triton-adding", "[64, 128]", "triton-adding has no kernels for sm80"),
+        ("sm80", "flash-fa4", "[64, 128]", "flash-fa4 has no kernels for sm80"),
+    ],
+)
+def test_a_row_for_another_architecture_is_refused(architecture: str, name: str, head_dim: str, message: str):
+    text = f"[[{architecture}]]\nforward = '{name}'\nbackward = '{name}'\nmeasured = 'x'\nhead_dim = {head_dim}"
+    with pytest.raises(ValueError, match=message):
+        check_row(parse_choices(text)[architecture][0])
+
+
+def test_a_recipe_may_name_every_implementation():
+    assert set(get_args(AttentionImpl)) == set(IMPL_NAMES)

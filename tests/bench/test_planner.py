@@ -78,3 +78,23 @@ def test_numbers_of_ranks_are_positive(ranks: str, capsys: pytest.CaptureFixture
 def test_a_response_over_the_budget_is_one_paragraph(capsys: pytest.CaptureFixture[str]):
     assert main(["bench", "planner", "--groups", "5", "--max-rows", "100", "--ranks", "2"]) == 2
     assert "planner.max_rows_per_microbatch=100" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["", ".", "missing/../file/below.jsonl"])
+def test_results_that_cannot_be_written_are_refused_before_anything_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert main(["bench", "planner", "--ranks", "2", "--groups", "3", f"--results={name}"]) == 2
+    shown = capsys.readouterr()
+    assert "--results: rows cannot be appended to" in shown.err and not shown.out
+
+
+def test_a_line_that_was_cut_off_does_not_take_the_next_one_with_it(tmp_path: Path):
+    results = tmp_path / "planner.jsonl"
+    results.write_text('{"bench": "planner", "case": {"gro')
+    assert main(["bench", "planner", "--ranks", "2", "--groups", "3", "--results", str(results)]) == 0
+    cut_off, *rows = results.read_text().splitlines()
+    assert cut_off == '{"bench": "planner", "case": {"gro' and len(rows) == 4
+    assert all(json.loads(row)["bench"] == "planner" for row in rows)

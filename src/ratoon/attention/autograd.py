@@ -61,6 +61,7 @@ class _Attention(torch.autograd.Function):
         deterministic: bool,
     ) -> Tensor:
         q_THD, k_THD, v_THE = (_kernel_ready(x) for x in (q_THD, k_THD, v_THE))
+        sinks_H = None if sinks_H is None else sinks_H.contiguous()  # kernels take its numbers one after another
         out_shape = (*q_THD.shape[:2], v_THE.shape[2])
         if plan.num_rows == 0:  # stock kernels refuse a batch of no sequences
             out_THE, lse_HT = q_THD.new_empty(out_shape), q_THD.new_empty(q_THD.shape[1], 0)

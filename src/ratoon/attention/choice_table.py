@@ -100,10 +100,19 @@ def shipped_rows() -> ChoiceTable:
 
 def parse_choices(text: str) -> ChoiceTable:
     """Raises ValueError naming the row and the key for whatever is not as choices.toml says of itself."""
-    found: dict[str, Any] = tomllib.loads(text)
+    try:
+        found: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{TABLE_FILE} is no TOML: {error}") from error
     unknown = sorted(found.keys() - set(ARCHITECTURES))
     if unknown:
         raise ValueError(f"{TABLE_FILE} has tables for {', '.join(unknown)}, allowed are {', '.join(ARCHITECTURES)}")
+    for architecture, rows in found.items():
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError(
+                f"{TABLE_FILE}: {architecture} must be a list of rows, each under [[{architecture}]] in two brackets, "
+                f"got {rows!r}"
+            )
     return {
         architecture: tuple(_parse_row(row, architecture, number) for number, row in enumerate(rows, start=1))
         for architecture, rows in found.items()
@@ -122,6 +131,8 @@ def _parse_row(row: dict[str, Any], architecture: str, number: int) -> ChoiceRow
         match key, value:
             case (("forward" | "backward" | "measured"), _):
                 pass
+            case "head_dim", [bool(), _] | [_, bool()]:
+                raise ValueError(f"{where}: head_dim = {value!r} must be two numbers, [smallest, largest]")
             case "head_dim", [int(smallest), int(largest)] if 1 <= smallest <= largest:
                 head_dims = (smallest, largest)
             case "segment_rows_below", int(limit) if limit >= 1 and not isinstance(value, bool):

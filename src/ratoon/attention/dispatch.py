@@ -52,11 +52,9 @@ def forest_attention(
     Raises ValueError for shapes that do not fit, and for what the implementation cannot do.
     """
     _check(q_THD, k_THD, v_THD, plan, sinks_H)
-    scale = 1 / math.sqrt(q_THD.shape[2]) if softmax_scale is None else softmax_scale
-    if not 0 < scale < math.inf:  # flash kernels take the largest q.k before they scale
-        raise ValueError(f"softmax_scale must be positive and finite, got {scale}; pass None for 1/sqrt(head dim)")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be positive and finite, got {softcap}; pass None for no cap")
+    # Positive, because kernels take the largest q.k before they scale.
+    scale = _positive("softmax_scale", softmax_scale, "1/sqrt(head dim)") or 1 / math.sqrt(q_THD.shape[2])
+    softcap = _positive("softcap", softcap, "no cap")
 
     asked: dict[Feature, bool] = {
         "sliding window": plan.window is not None,
@@ -100,6 +98,20 @@ def _kernels(choice: ImplChoice) -> KernelPair:
     return KernelPair(forward.forward, backward.backward)
 
 
+def _positive(name: str, value: object, without: str) -> float | None:
+    """The number as Python's own, which all kernels take. In the range of fp32: they hold it in that."""
+    if value is None:
+        return None
+    smallest, largest = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+    try:
+        number = math.nan if isinstance(value, bool | str | bytes) else float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not smallest <= number <= largest:
+        raise ValueError(f"{name} must be a positive, finite number, got {value!r}; pass None for {without}")
+    return number
+
+
 def _check(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: AttentionPlan, sinks_H: Tensor | None) -> None:
     """Shapes, dtypes and devices that fit one another and the plan."""
     if not isinstance(plan, AttentionPlan):
@@ -119,9 +131,8 @@ def _check(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: AttentionPlan, sin
                 "build the plan from the layout that the rows come from"
             )
         if tensor.dtype != q_THD.dtype or not tensor.is_floating_point():
-            raise ValueError(
-                f"q, k and v must have one floating dtype, got {name} in {tensor.dtype} and q_THD in {q_THD.dtype}"
-            )
+            dtypes = ", ".join(f"{name} in {tensor.dtype}" for name, tensor in tensors.items())
+            raise ValueError(f"q, k and v must have one floating dtype, got {dtypes}")
     for name, tensor in (tensors if sinks_H is None else tensors | {"sinks_H": sinks_H}).items():
         if tensor.device != plan.device:
             raise ValueError(f"{name} is on {tensor.device}, but its plan was built for {plan.device}")

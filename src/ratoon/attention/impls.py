@@ -64,15 +64,19 @@ def available_impls() -> tuple[ImplStatus, ...]:
     )
 
 
-@lru_cache(maxsize=1024)
 def resolve_impl(request: AttentionRequest, impl: str = "auto") -> ImplChoice:
     """The implementations that serve the request: those named, or for `auto` those its table prefers.
 
     impl: of `IMPL_NAMES`. Where several providers have the name, the first that can serve.
     Raises ValueError, naming what is missing and who has it, where the named one cannot serve.
     """
-    if impl not in IMPL_NAMES:
+    if not isinstance(impl, str) or impl not in IMPL_NAMES:
         raise ValueError(f"impl must be one of {', '.join(map(repr, IMPL_NAMES))}, got {impl!r}")
+    return _resolve_known_impl(request, impl)
+
+
+@lru_cache(maxsize=1024)
+def _resolve_known_impl(request: AttentionRequest, impl: str) -> ImplChoice:
     refusals: dict[str, None] = {}
     if impl == "auto":
         for row in rows_for(choice_table(), architecture_of(request.device_type)):
@@ -93,6 +97,11 @@ def resolve_impl(request: AttentionRequest, impl: str = "auto") -> ImplChoice:
         f"impl={impl!r} cannot run this attention: {'; '.join(refusals)}. "
         f"Implementations that can: {_who_has(request)}; 'auto' takes the one that its table prefers"
     )
+
+
+def forget_choices() -> None:
+    """For a machine that has changed since it was asked: a package installed, an environment variable set."""
+    _resolve_known_impl.cache_clear()
 
 
 def explain_choice(request: AttentionRequest, impl: str, label: str) -> str:
@@ -133,8 +142,14 @@ def check_row(row: ChoiceRow) -> None:
         (backward, backward.backward, OF_BACKWARD),
     ):
         lacking: list[str] = sorted(row.wanted & relevant - kernel.features)
-        if kernel.max_head_dim is not None and row.head_dims is not None and row.head_dims[0] > kernel.max_head_dim:
-            lacking.append(f"head dim {row.head_dims[0]}")
+        if row.head_dims is not None:
+            smallest, largest = row.head_dims
+            if kernel.max_head_dim is not None and smallest > kernel.max_head_dim:
+                lacking.append(f"head dim {smallest}")
+            if largest < kernel.min_head_dim:
+                lacking.append(f"head dim {largest}")
+        if spec.architectures is not None and row.architecture not in (*spec.architectures, "any"):
+            lacking.append(f"kernels for {row.architecture}")
         if row.architecture != "any" and spec.device_types is not None:
             device_type = "cpu" if row.architecture == "cpu" else "cuda"
             lacking += [f"device {device_type}"] if device_type not in spec.device_types else []

@@ -57,7 +57,7 @@ class AttentionPlan:
                 f"window must be a number of tokens, at least 1 (a row always reads itself), got {window!r}; "
                 "pass None for global attention"
             )
-        device = _with_index(torch.device(device))
+        device = _device_here(device)
         if window is not None and window > int(layout.positions_T.max(initial=0)):
             window = None
         return cls(
@@ -82,8 +82,10 @@ class AttentionPlan:
         return cast(Schedule, self._schedules[key])
 
 
-def _with_index(device: torch.device) -> torch.device:
-    """`cuda` named as the device that tensors made there report, `cuda:0`."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+def _device_here(device: torch.device | str) -> torch.device:
+    """The device as tensors made there report it: `cuda:0` for `cuda`, `cpu` for `cpu:0`."""
+    try:
+        return torch.empty(0, device=device if isinstance(device, torch.device) else torch.device(device)).device
+    except (AssertionError, RuntimeError, TypeError) as error:  # torch has no type of its own for this
+        reason = (str(error).strip().splitlines() or ["torch does not say why"])[0]
+        raise ValueError(f"device must name a device of this machine, got {device!r}: {reason}") from error

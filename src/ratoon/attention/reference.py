@@ -60,13 +60,16 @@ def backward(
     for block in plan.schedule(build_row_blocks):
         rows = slice(block.start, block.end)
         hidden_BK = ~_mask(plan, block)
-        k_H1KD, v_H1KE, _ = _keys_and_values(k_THD, v_THE, block, dtype)
+        k_H1KD, v_H1KE, bad_HK = _keys_and_values(k_THD, v_THE, block, dtype)
         q_HGBD, dout_HGBE = (_by_key_head(x[rows].to(dtype), num_kv_heads) for x in (q_THD, dout_THE))
         lse_HGB1 = lse_HT[:, rows].view(num_kv_heads, -1, block.end - block.start, 1)
         scores_HGBK = _scores(q_HGBD, k_H1KD, scoring)
         # Hidden pairs are zeroed, not multiplied by zero: a row that is not finite must stay alone.
         probs_HGBK = _probabilities(scores_HGBK.masked_fill(hidden_BK, -torch.inf), lse_HGB1)
         probs_HGBK = probs_HGBK.masked_fill(hidden_BK, 0.0)
+        if bad_HK.any():
+            reads_bad_HB = (~hidden_BK & bad_HK[:, None]).any(dim=2)
+            probs_HGBK = probs_HGBK.masked_fill(reads_bad_HB[:, None, :, None] & ~hidden_BK, torch.nan)
         dprobs_HGBK = torch.matmul(dout_HGBE, v_H1KE.mT)
         # Fused kernels take this mean from the output, which was rounded.
         mean_HGB1 = (probs_HGBK * dprobs_HGBK).sum(dim=-1, keepdim=True)

@@ -65,6 +65,9 @@ class ImplSpec:
     forward: Kernel
     backward: Kernel
 
+    architectures: frozenset[str] | None = None
+    """Of `choice_table.ARCHITECTURES`, those whose GPUs it runs on; None: any that its device types have."""
+
     has_own_autograd: bool = False
     """Its backward pass cannot be paired with another forward pass, nor the other way round."""
 
@@ -95,6 +98,7 @@ SPECS = (
         home="ratoon.attention.flash.fa4",
         device_types=frozenset({"cuda"}),
         dtypes=_HALF,
+        architectures=frozenset({"sm90", "sm100"}),
         forward=Kernel(features=frozenset({"softcap", "sinks"}), max_head_dim=256),
         backward=Kernel(features=frozenset({"softcap", "deterministic backward"}), max_head_dim=256),
     ),
@@ -105,6 +109,7 @@ SPECS = (
         home="ratoon.attention.flash.fa3",
         device_types=frozenset({"cuda"}),
         dtypes=_HALF,
+        architectures=frozenset({"sm90"}),
         forward=Kernel(features=frozenset({"softcap", "sinks"}), max_head_dim=256),
         backward=Kernel(features=frozenset({"softcap", "deterministic backward"}), max_head_dim=256),
     ),
@@ -125,6 +130,7 @@ SPECS = (
         home="ratoon.attention.triton.adding",
         device_types=frozenset({"cuda"}),
         dtypes=_HALF,
+        architectures=frozenset({"sm90"}),
         forward=Kernel(features=OF_FORWARD, min_head_dim=33, max_head_dim=128, is_for_one_head_dim=True),
         # Programs add to rows of dq as they come.
         backward=Kernel(
@@ -138,6 +144,7 @@ SPECS = (
         home="ratoon.attention.flash.fa2",
         device_types=frozenset({"cuda"}),
         dtypes=_HALF,
+        architectures=frozenset({"sm80", "sm89", "sm90", "sm100", "sm120"}),
         forward=Kernel(features=frozenset({"sinks"}), max_head_dim=256),
         # It sums dQ by atomics, in an order that changes from run to run.
         backward=Kernel(features=frozenset(), max_head_dim=256),
@@ -160,6 +167,7 @@ SPECS = (
         home="ratoon.attention.flex.attention",
         device_types=frozenset({"cuda"}),
         dtypes=_HALF,
+        architectures=frozenset({"sm90", "sm100"}),
         forward=Kernel(features=frozenset({"sliding window", "softcap"}), max_head_dim=128),
         backward=Kernel(features=frozenset({"sliding window", "softcap"}), max_head_dim=128),
         has_own_autograd=True,
@@ -233,8 +241,9 @@ def _why_not_hopper() -> str | None:
 
 
 def _triton_is_interpreted() -> bool:
-    """Triton's own switch: its kernels then run, slowly, on the CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+    """Triton's own switch, read as Triton reads it: its kernels then run, slowly, on the CPU."""
+    is_on = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+    return is_on and importlib.util.find_spec("triton") is not None
 
 
 def device_types_of(spec: ImplSpec) -> frozenset[str] | None:

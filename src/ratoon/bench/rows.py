@@ -1,6 +1,7 @@
 """One benchmark row: what was run, where, with what, and what came out."""
 
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+
+from ratoon.types.errors import UserError
 
 _PACKAGES = (
     *("torch", "transformers", "triton", "numpy"),
@@ -52,11 +55,32 @@ class BenchRow:
         return json.dumps(record)
 
 
+def check_results(path: Path | None) -> None:
+    """Before anything is measured: raises UserError where rows could not be appended. Leaves no file behind."""
+    if path is not None:
+        is_new = not path.exists()
+        append_rows(path, [])
+        if is_new:
+            path.unlink()
+
+
 def append_rows(path: Path, rows: list[BenchRow]) -> None:
-    """Adds rows to a results file; it is a log, and earlier rows stay."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(row.to_json() + "\n" for row in rows)
+    """Adds rows to a results file; it is a log, and earlier rows stay. A last line that a killed run cut off is ended.
+
+    Raises UserError where that cannot be.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as file:
+            end = file.seek(0, os.SEEK_END)
+            if end:
+                file.seek(end - 1)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+            file.writelines(row.to_json().encode() + b"\n" for row in rows)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"--results: rows cannot be appended to {str(path)!r}: {reason}; name another file") from error
 
 
 def device_name() -> str:

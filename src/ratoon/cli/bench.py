@@ -86,9 +86,10 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
 def _policy_update(known: argparse.Namespace, _: Sequence[str]) -> int:
     """Runs the benchmark, prints its table, and appends its rows to `--results` if given."""
     from ratoon.bench.policy_update import PolicyUpdateCase, bench_policy_update
-    from ratoon.bench.rows import append_rows
+    from ratoon.bench.rows import append_rows, check_results
     from ratoon.models import load_policy
 
+    check_results(known.results)
     case = PolicyUpdateCase(model=_model_name(known), P=known.prompt, R=known.response, N=known.group_size)
     model = load_policy(known.model, gguf_file=known.gguf_file)
     rows = bench_policy_update(model, case, repeats=known.repeats, command=_command_line())
@@ -109,7 +110,9 @@ def _attention(known: argparse.Namespace, _: Sequence[str]) -> int:
     """
     from ratoon.bench.attention.run import bench_attention
     from ratoon.bench.attention.tables import end_table, unmeasured_lines
+    from ratoon.bench.rows import check_results
 
+    check_results(known.results)
     outcome = bench_attention(
         cases=known.cases,
         impls=known.impls,
@@ -130,8 +133,9 @@ def _attention(known: argparse.Namespace, _: Sequence[str]) -> int:
 def _planner(known: argparse.Namespace, _: Sequence[str]) -> int:
     """Runs the benchmark, prints its table, and appends its rows to `--results` if given."""
     from ratoon.bench.planner import PlannerCase, bench_planner
-    from ratoon.bench.rows import append_rows
+    from ratoon.bench.rows import append_rows, check_results
 
+    check_results(known.results)
     print(
         f"{'ranks':>6}  {'impl':<36}{'layout':<12}{'of bound':>9}{'in lockstep':>12}{'microbatches':>14}{'plan s':>8}"
     )

@@ -10,7 +10,7 @@ PRINTABLE_ASCII = "".join(sorted(string.digits + string.ascii_letters + string.p
 Dtype = Literal["float32", "bfloat16", "float16"]
 AttentionImpl = Literal[
     "auto", "reference", "flash", "flex", "triton",
-    "flash-fa4", "flash-fa3", "flash-fa2", "flash-cpu", "flex-triton", "flex-fa4",
+    "triton-adding", "flash-fa4", "flash-fa3", "flash-fa2", "flash-cpu", "flex-triton", "flex-fa4",
 ]  # fmt: skip
 Recompute = Literal["none", "selective", "full"]
 

@@ -4,6 +4,7 @@ Shapes are tiny, because the interpreter runs one program at a time; they still 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -181,3 +182,54 @@ def test_what_rounded_probabilities_add_up_to_is_what_outputs_are_divided_by():
         return (out_THE.double() - exact_THE).square().mean().sqrt().item()
 
     assert rms(attend(layout)(case16)) < 0.995 * rms(flash_THE)
+
+
+@pytest.mark.parametrize("kind", ["strided", "expanded"])
+def test_sinks_of_any_strides(kind: str):
+    case = make_case(GROUPS, has_sinks=True).to(torch.float32, DEVICE)
+    assert case.sinks_H is not None
+    if kind == "strided":
+        sinks_H = torch.stack([case.sinks_H, torch.full_like(case.sinks_H, 9.0)], dim=1)[:, 0]
+    else:
+        sinks_H = case.sinks_H[:1].expand(case.sinks_H.shape[0])
+    attention, mask_TT = attend(GROUPS), dense_mask(GROUPS).to(DEVICE)
+    out_THE = attention(replace(case, sinks_H=sinks_H))
+    exact_THE = dense_attention(replace(case, sinks_H=sinks_H.clone()), mask_TT)
+    assert_close([out_THE], [exact_THE], 1e-5)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 5.0, 30.0, 50.0, 1e3, 1e6, 1e20, 1e30])
+def test_a_softcap_of_any_size_loses_no_digits(softcap: float):
+    """Far above the scores it is no cap at all; the difference of two numbers of its size would be noise."""
+    check(GROUPS, make_case(GROUPS, head_dim=32, softcap=softcap), torch.float32)
+
+
+@pytest.mark.parametrize("which", ["one query head", "one key head", "one row"])
+def test_dims_of_size_one_have_any_stride(which: str):
+    """torch calls them contiguous whatever their stride; the copy engine asks for aligned ones."""
+    layout = make_groups((1, [])) if which == "one row" else make_groups((9, [5]))
+    heads = {"one query head": (1, 1), "one key head": (3, 1), "one row": (3, 3)}[which]
+    case = make_case(layout, heads=heads, head_dim=8).to(torch.float32, DEVICE)
+
+    def odd(tensor: Tensor) -> Tensor:
+        if which == "one row":
+            return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+    strange = replace(
+        case, q_THD=odd(case.q_THD), k_THD=odd(case.k_THD), v_THE=odd(case.v_THE), dout_THE=odd(case.dout_THE)
+    )
+    plain, odd_results = (output_and_gradients(attend(layout), x) for x in (case, strange))
+    assert all(torch.equal(x, y) for x, y in zip(plain, odd_results, strict=True))
+
+
+@pytest.mark.full
+def test_strides_past_32_bits():
+    """A head times its stride: a gradient with heads first passes 2^31 elements at 541,201 rows of 32 heads of 128."""
+    layout = make_groups((3, []))
+    num_heads, dim, stride = 32, 8, 72_000_000
+    case = make_case(layout, heads=(num_heads, num_heads), head_dim=dim).to(torch.float16, DEVICE)
+    storage = torch.empty(stride * (num_heads - 1) + 3 * dim, dtype=torch.float16, device=DEVICE)
+    far_THE = storage.as_strided((3, num_heads, dim), (dim, stride, 1)).copy_(case.dout_THE)
+    plain, far = (output_and_gradients(attend(layout), x) for x in (case, replace(case, dout_THE=far_THE)))
+    assert all(torch.equal(x, y) for x, y in zip(plain, far, strict=True))

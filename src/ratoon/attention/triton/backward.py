@@ -26,7 +26,7 @@ def row_terms_kernel(
     (FlashAttention-2, algorithm 2, D).
     """
     # Heads are the fast index: programs that run at the same time read one stretch of memory.
-    head = tl.program_id(0) % num_heads
+    head = wide(tl.program_id(0) % num_heads)
     offs_m = tl.arange(0, BLOCK_M)
     offs_e = tl.arange(0, BLOCK_E)
     first_row = wide(tl.program_id(0) // num_heads) * BLOCK_M
@@ -36,8 +36,8 @@ def row_terms_kernel(
     dout_ptrs = dout_ptr + first_row * stride_gt + head * stride_gh + offs_m[:, None] * stride_gt + offs_e[None, :]
     out = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)  # [M, E]
     dout = tl.load(dout_ptrs, mask=mask, other=0.0).to(tl.float32)
-    lse = tl.load(lse_ptr + wide(head) * stride_lh + first_row + offs_m, mask=mask_m, other=0.0)
-    of_rows = wide(head) * stride_th + first_row + offs_m
+    lse = tl.load(lse_ptr + head * stride_lh + first_row + offs_m, mask=mask_m, other=0.0)
+    of_rows = head * stride_th + first_row + offs_m
     tl.store(means_ptr + of_rows, tl.sum(out * dout, axis=1), mask=mask_m)
     tl.store(lse2_ptr + of_rows, lse * LOG2E, mask=mask_m)
 

@@ -22,7 +22,9 @@ def aligned(tensor_THD: Tensor) -> Tensor:
     if is_aligned(tensor_THD):
         return tensor_THD
     multiple = ALIGNMENT_BYTES // tensor_THD.element_size()
-    return functional.pad(tensor_THD, (0, -tensor_THD.shape[2] % multiple)).contiguous()
+    padded_THD = functional.pad(tensor_THD, (0, -tensor_THD.shape[2] % multiple))
+    # A dim of size 1 may have any stride and be contiguous still; a copy in that format has its own.
+    return padded_THD if is_aligned(padded_THD) else padded_THD.clone(memory_format=torch.contiguous_format)
 
 
 def empty_aligned(num_rows: int, num_heads: int, head_dim: int, like: Tensor) -> Tensor:

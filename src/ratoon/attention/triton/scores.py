@@ -43,9 +43,16 @@ def dot(a, b, UPCAST: tl.constexpr, acc=None):
 
 @triton.jit
 def cap_scores(scores, softcap):
-    """softcap * tanh(scores / softcap), from exp2, without overflow."""
-    # tanh(x) = 1 - 2 / (exp(2x) + 1): exp's overflow to infinity gives 1, its underflow -1.
-    return softcap - 2.0 * softcap / (tl.exp2(scores * (2.0 * LOG2E / softcap)) + 1.0)
+    """softcap * tanh(scores / softcap), from exp2, without overflow and without cancellation."""
+    ratio = scores / softcap
+    size = tl.abs(ratio)
+    # tanh(x) = (1 - e) / (1 + e) with e = exp(-2x): its underflow to 0 gives 1.
+    shrunk = tl.exp2(size * (-2.0 * LOG2E))
+    capped = softcap * (1.0 - shrunk) / (1.0 + shrunk)
+    # Near 0 the difference would lose what the ratio has: four terms of the series are exact to 2^-24 up to 0.125.
+    square = ratio * ratio
+    series = 1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0)))
+    return tl.where(size < 0.125, scores * series, tl.where(scores < 0.0, -capped, capped))
 
 
 @triton.jit
