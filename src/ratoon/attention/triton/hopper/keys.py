@@ -24,24 +24,15 @@ from ratoon.attention.triton.scores import LOG2E
 def copy_visiting_rows(
     q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
     offsets_ptr, start_ptr, end_ptr, item, kv_head, count,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, NUM_STAGES: gl.constexpr, FROM_END: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Head after head; or FROM_END, the last tile first, of every head before the next tile."""
-    first_interval = gl.load(offsets_ptr + item)
-    stop_interval = gl.load(offsets_ptr + item + 1)
-    for index in range(first_interval, stop_interval):
-        interval = index
-        if FROM_END:
-            interval = first_interval + stop_interval - 1 - index
+    """Rows of one list, head after head."""
+    for interval in range(gl.load(offsets_ptr + item), gl.load(offsets_ptr + item + 1)):
         start = gl.load(start_ptr + interval)
         length = gl.load(end_ptr + interval) - start
         for step in range(0, GROUP * length):
-            if FROM_END:
-                head = kv_head * GROUP + step % GROUP
-                first_row = (start + length - 1 - step // GROUP) * BLOCK_M
-            else:
-                head = kv_head * GROUP + step // length
-                first_row = (start + step % length) * BLOCK_M
+            head = kv_head * GROUP + step // length
+            first_row = (start + step % length) * BLOCK_M
             stage = count % NUM_STAGES
             mbarrier.wait(free.index(stage), ((count // NUM_STAGES) & 1) ^ 1)
             bar = ready.index(stage)
@@ -64,7 +55,6 @@ def copy_for_keys(
     full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
     item, tile, kv_head,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-    FROM_END: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: keys and values once, then rows of every head of the group."""
     for group in gl.static_range(NUM_GROUPS):
@@ -75,11 +65,11 @@ def copy_for_keys(
     count = copy_visiting_rows(
         q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
         partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-        item, kv_head, gl.to_tensor(0), GROUP, BLOCK_M, NUM_STAGES, FROM_END,
+        item, kv_head, gl.to_tensor(0), GROUP, BLOCK_M, NUM_STAGES,
     )  # fmt: skip
     copy_visiting_rows(
         q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
-        full_offsets_ptr, full_start_ptr, full_end_ptr, item, kv_head, count, GROUP, BLOCK_M, NUM_STAGES, FROM_END,
+        full_offsets_ptr, full_start_ptr, full_end_ptr, item, kv_head, count, GROUP, BLOCK_M, NUM_STAGES,
     )  # fmt: skip
 
 
@@ -233,7 +223,7 @@ def own_keys(
                 q_desc, dout_desc, k_desc, v_desc, lse2_desc, means_desc,
                 q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, own_ready, ready, free,
                 full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                item, tile, kv_head, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES, False,
+                item, tile, kv_head, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES,
             )),
         ],
         [4, 1],

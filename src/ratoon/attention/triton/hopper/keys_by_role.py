@@ -41,11 +41,11 @@ def copy_for_shared_keys(
     count = copy_visiting_rows(
         q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
         partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-        item, kv_head, gl.to_tensor(0), GROUP, BLOCK_M, NUM_STAGES, False,
+        item, kv_head, gl.to_tensor(0), GROUP, BLOCK_M, NUM_STAGES,
     )  # fmt: skip
     copy_visiting_rows(
         q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
-        full_offsets_ptr, full_start_ptr, full_end_ptr, item, kv_head, count, GROUP, BLOCK_M, NUM_STAGES, False,
+        full_offsets_ptr, full_start_ptr, full_end_ptr, item, kv_head, count, GROUP, BLOCK_M, NUM_STAGES,
     )  # fmt: skip
 
 
