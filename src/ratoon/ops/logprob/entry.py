@@ -43,7 +43,7 @@ def linear_logprob(
     bias: [V], hidden's dtype; -inf masks a token (where logit_scale is above 0 and no softcap makes it finite again).
 
     Returns logprobs [M] and entropy [M], fp32 (fp64 for fp64 input). Logits and all sums are fp32 (fp64) too, also for
-    bf16 and fp16 input; only on CUDA does the logits' gradient enter the matrix products in the input's dtype.
+    bf16 and fp16 input; only on CUDA do the logits' gradients enter products and sums in the input's dtype.
     Probabilities below 2^-64 (fp64: 2^-512) count as 0.
 
     Both results are differentiable once, with respect to hidden, weight and bias; gradients that nobody needs are not

@@ -3,11 +3,12 @@
 # Shape letters: M scored tokens, C channels, V vocabulary; m, v: one tile of M and of V.
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ratoon.ops.logprob.projection import Projection, add_product_, bits_below_max, tile_of
+from ratoon.ops.logprob.projection import Projection, add_product_, bits_below_max, padded_tile_of, tile_of
 from ratoon.ops.logprob.scoring import SoftmaxStats
 from ratoon.ops.logprob.tiling import Range
 from ratoon.ops.logprob.transform import LN_2
@@ -47,14 +48,55 @@ class RowGrads:
             per_e_d_M = per_p_d_M / softmax.exp_sum_M
         return cls(
             max_M=softmax.max_M,
-            at_target_M=grad_logprobs_M,
+            # A sum's gradient is one number with stride 0.
+            at_target_M=None if grad_logprobs_M is None else grad_logprobs_M.contiguous(),
             per_e_M=per_p_M / softmax.exp_sum_M,
             per_e_d_M=per_e_d_M,
         )
 
+    def rows(self, rows: Range) -> "RowGrads":
+        """A view of some rows."""
+        m = slice(*rows)
+        return RowGrads(
+            max_M=self.max_M[m],
+            at_target_M=None if self.at_target_M is None else self.at_target_M[m],
+            per_e_M=self.per_e_M[m],
+            per_e_d_M=None if self.per_e_d_M is None else self.per_e_d_M[m],
+        )
 
-class _LogitGrads:
+
+class _LogitGrads(Protocol):
     """Gradient of (hidden @ weight.T + bias), but for the factor `slope`, a tile at a time in buffers it reuses."""
+
+    def tile(self, rows: Range, columns: Range, weight_vC: Tensor) -> Tensor:
+        """[m, v] in the accumulation dtype or weight_vC's; valid until the next call."""
+        ...
+
+
+class _FusedLogitGrads:
+    """Written once, in the dtype of the products it goes into: over the logits where that is theirs."""
+
+    def __init__(self, projection: Projection, row_grads: RowGrads) -> None:
+        self._projection = projection
+        self._row_grads = row_grads
+        numel = projection.tiling.padded_numel
+        self._logits = self._grads = projection.new_accumulator(numel)
+        if projection.hidden_MC.dtype != projection.accumulate_dtype:
+            self._grads = projection.hidden_MC.new_empty(numel)
+
+    def tile(self, rows: Range, columns: Range, weight_vC: Tensor) -> Tensor:
+        """In weight_vC's dtype."""
+        from ratoon.ops.logprob.tile_kernels import write_logit_grads  # needs triton
+
+        product_mv = padded_tile_of(self._logits, rows, columns)
+        grad_mv = padded_tile_of(self._grads, rows, columns)
+        tile = self._projection.product_tile(rows, columns, weight_vC, product_mv)
+        write_logit_grads(tile, self._row_grads.rows(rows), grad_mv)
+        return grad_mv
+
+
+class _TorchLogitGrads:
+    """In the accumulation dtype, by operations of torch."""
 
     def __init__(self, projection: Projection, row_grads: RowGrads) -> None:
         self._projection = projection
@@ -64,7 +106,7 @@ class _LogitGrads:
         self._buffers = projection.new_accumulator(num_buffers, projection.tiling.numel).unbind()
 
     def tile(self, rows: Range, columns: Range, weight_vC: Tensor) -> Tensor:
-        """[m, v]; valid until the next call."""
+        """In the accumulation dtype."""
         grads, transform = self._row_grads, self._projection.transform
         m = slice(*rows)
         tiles = [tile_of(buffer, rows, columns) for buffer in self._buffers]
@@ -121,11 +163,12 @@ def input_grads(projection: Projection, row_grads: RowGrads, wanted: Wanted) -> 
     tiling, slope = projection.tiling, projection.transform.slope
     V = tiling.num_columns
     grads = InputGrads(
-        hidden_MC=projection.new_accumulator(M, C).zero_() if wanted.hidden else None,
+        hidden_MC=projection.new_accumulator(M, C) if wanted.hidden else None,
         weight_VC=projection.weight_VC.new_empty(V, C) if wanted.weight else None,
         bias_V=projection.new_accumulator(V).zero_() if wanted.bias else None,
     )
-    logit_grads = _LogitGrads(projection, row_grads)
+    make_logit_grads = _FusedLogitGrads if projection.uses_kernels else _TorchLogitGrads
+    logit_grads: _LogitGrads = make_logit_grads(projection, row_grads)
     for columns in tiling.column_ranges():
         v = slice(*columns)
         weight_vC = projection.weight_tile(columns)
@@ -134,17 +177,21 @@ def input_grads(projection: Projection, row_grads: RowGrads, wanted: Wanted) -> 
             # The gradient's own memory if the dtypes agree, else one piece widened.
             widened = grads.weight_VC.dtype != projection.accumulate_dtype
             weight_grad_vC = projection.new_accumulator(columns[1] - columns[0], C) if widened else grads.weight_VC[v]
-            weight_grad_vC.zero_()
+            if M == 0:
+                weight_grad_vC.zero_()
         for rows in tiling.row_ranges():
             m = slice(*rows)
             grad_mv = logit_grads.tile(rows, columns, weight_vC)
             if grads.bias_V is not None:
-                grads.bias_V[v].add_(grad_mv.sum(dim=0), alpha=slope)
+                grads.bias_V[v].add_(grad_mv.sum(dim=0, dtype=projection.accumulate_dtype), alpha=slope)
             grad_mv = grad_mv.to(weight_vC.dtype)
             if grads.hidden_MC is not None:
-                add_product_(grads.hidden_MC[m], grad_mv, weight_vC, beta=1, alpha=slope)
+                # The first product overwrites what memory held.
+                beta = 0 if columns[0] == 0 else 1
+                add_product_(grads.hidden_MC[m], grad_mv, weight_vC, beta=beta, alpha=slope)
             if weight_grad_vC is not None:
-                add_product_(weight_grad_vC, grad_mv.t(), projection.hidden_MC[m], beta=1, alpha=slope)
+                beta = 0 if rows[0] == 0 else 1
+                add_product_(weight_grad_vC, grad_mv.t(), projection.hidden_MC[m], beta=beta, alpha=slope)
         if grads.weight_VC is not None and weight_grad_vC is not None:
             grads.weight_VC[v].copy_(weight_grad_vC)  # nothing to do where it is the same memory
     return grads

@@ -3,12 +3,13 @@
 # Shape letters: M scored tokens, C channels, V vocabulary; m, v: one tile of M and of V.
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from ratoon.ops.logprob.kept_sets import KeptTiles
-from ratoon.ops.logprob.tiling import Range, Tiling
+from ratoon.ops.logprob.tiling import Range, Tiling, padded
 from ratoon.ops.logprob.transform import LogitTransform
 
 
@@ -31,6 +32,41 @@ def tile_of(buffer: Tensor, rows: Range, columns: Range) -> Tensor:
     return buffer[: m * v].view(m, v)
 
 
+def padded_tile_of(buffer: Tensor, rows: Range, columns: Range) -> Tensor:
+    """[m, v] at the start of a flat buffer, its rows aligned for wide loads."""
+    m, v = rows[1] - rows[0], columns[1] - columns[0]
+    return buffer[: m * padded(v)].view(m, padded(v))[:, :v]
+
+
+def has_tile_kernels(device: torch.device, accumulate_dtype: torch.dtype) -> bool:
+    """Whether `tile_kernels` runs here: fp32 sums, a GPU that Triton compiles for, and Triton."""
+    return (
+        device.type == "cuda"
+        and accumulate_dtype == torch.float32
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and find_spec("triton") is not None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """A tile of matrix products, and what turns it into logits."""
+
+    product_mv: Tensor
+    """[m, v], gain_in * hidden @ weight.T in the accumulation dtype; rows may be padded."""
+
+    bias_v: Tensor | None
+    """[v], contiguous, in the accumulation dtype, times gain_in."""
+
+    target_m: Tensor
+    """[m] int64, contiguous: columns of [M, V]."""
+
+    first_column: int
+    """The tile's first column in [M, V]."""
+
+    transform: LogitTransform
+
+
 @dataclass(frozen=True, slots=True)
 class Projection:
     """One call's hidden states and language-model head, and the tiles in which their logits are evaluated."""
@@ -42,10 +78,10 @@ class Projection:
     """[V, C] as given; `weight_tile` has the dtype that the matrix products take."""
 
     bias_V: Tensor | None
-    """[V] in the accumulation dtype, times gain_in."""
+    """[V], contiguous, in the accumulation dtype, times gain_in."""
 
     target_M: Tensor
-    """[M] int64."""
+    """[M] int64, contiguous."""
 
     transform: LogitTransform
     tiling: Tiling
@@ -55,6 +91,9 @@ class Projection:
 
     kept: KeptTiles | None
     """The tokens that each row's distribution is over; None: all."""
+
+    uses_kernels: bool
+    """Tiles go through `tile_kernels`, in one pass each, instead of a dozen operations of torch."""
 
     @classmethod
     def build(
@@ -73,12 +112,13 @@ class Projection:
         return cls(
             hidden_MC=hidden_MC.to(product_dtype).contiguous(),
             weight_VC=weight_VC,
-            bias_V=None if bias_V is None else bias_V.to(accumulate_dtype) * transform.gain_in,
-            target_M=target_M.to(torch.int64),
+            bias_V=None if bias_V is None else (bias_V.to(accumulate_dtype) * transform.gain_in).contiguous(),
+            target_M=target_M.to(torch.int64).contiguous(),
             transform=transform,
             tiling=Tiling.choose(hidden_MC, weight_VC, accumulate_dtype),
             accumulate_dtype=accumulate_dtype,
             kept=kept,
+            uses_kernels=kept is None and has_tile_kernels(hidden_MC.device, accumulate_dtype),
         )
 
     def new_accumulator(self, *shape: int) -> Tensor:
@@ -88,6 +128,18 @@ class Projection:
     def weight_tile(self, columns: Range) -> Tensor:
         """[v, C]."""
         return self.weight_VC[slice(*columns)].to(self.hidden_MC.dtype)
+
+    def product_tile(self, rows: Range, columns: Range, weight_vC: Tensor, out_mv: Tensor) -> ProductTile:
+        """The matrix product alone, written to out_mv."""
+        hidden_mC = self.hidden_MC[slice(*rows)]
+        add_product_(out_mv, hidden_mC, weight_vC.t(), beta=0, alpha=self.transform.gain_in)
+        return ProductTile(
+            product_mv=out_mv,
+            bias_v=None if self.bias_V is None else self.bias_V[slice(*columns)],
+            target_m=self.target_M[slice(*rows)],
+            first_column=columns[0],
+            transform=self.transform,
+        )
 
     def project(self, rows: Range, columns: Range, weight_vC: Tensor, out_mv: Tensor) -> Tensor:
         """y of `LogitTransform`, written to out_mv and returned; -inf where a token is left out."""

@@ -2,12 +2,13 @@
 
 # Shape letters: M scored tokens, C channels, V vocabulary; m, v: one tile of M and of V.
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ratoon.ops.logprob.projection import Projection, bits_below_max, tile_of
+from ratoon.ops.logprob.projection import Projection, bits_below_max, padded_tile_of, tile_of
 from ratoon.ops.logprob.tiling import Range
 from ratoon.ops.logprob.transform import LN_2, LogitTransform
 
@@ -43,7 +44,7 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
-class _RunningSums:
+class RunningSums:
     """Sums over the tiles seen so far; all [M]. d is an entry's `bits_below_max`, y comes from `LogitTransform`."""
 
     transform: LogitTransform
@@ -61,7 +62,7 @@ class _RunningSums:
     """The target's y; NaN until its tile has been seen."""
 
     @classmethod
-    def start(cls, projection: Projection) -> "_RunningSums":
+    def start(cls, projection: Projection) -> "RunningSums":
         """Sums of nothing."""
         max_M, exp_sum_M, weighted_sum_M, target_M = projection.new_accumulator(4, projection.tiling.num_rows)
         return cls(
@@ -72,10 +73,10 @@ class _RunningSums:
             target_M=target_M.fill_(torch.nan),
         )
 
-    def rows(self, rows: Range) -> "_RunningSums":
+    def rows(self, rows: Range) -> "RunningSums":
         """A view of some rows."""
         m = slice(*rows)
-        return _RunningSums(self.transform, self.max_M[m], self.exp_sum_M[m], self.weighted_sum_M[m], self.target_M[m])
+        return RunningSums(self.transform, self.max_M[m], self.exp_sum_M[m], self.weighted_sum_M[m], self.target_M[m])
 
     def add_tile(self, projected_mv: Tensor, spare_mv: Tensor, inside_m: Tensor, column_m1: Tensor) -> None:
         """Adds a tile that has as many rows as these sums; overwrites both tiles."""
@@ -95,11 +96,9 @@ class _RunningSums:
         self.exp_sum_M.add_(exp_mv.sum(dim=1))
         self.weighted_sum_M.add_(bits_mv.mul_(exp_mv).sum(dim=1))
 
-    def finish(self) -> Scores:
-        """From differences to the maximum. Rounding may not turn a probability into more than 1."""
+    def finish(self, target_bits_M: Tensor) -> Scores:
+        """From the target's d, which it overwrites. Rounding may not turn a probability into more than 1."""
         log_sum_M = self.exp_sum_M.log2()
-        offset_M = self.max_M * -self.transform.gain_out_bits
-        target_bits_M = torch.add(offset_M, self.target_M, alpha=self.transform.gain_out_bits)
         mean_bits_M = self.weighted_sum_M / self.exp_sum_M
         return Scores(
             logprobs_M=target_bits_M.sub_(log_sum_M).mul_(LN_2).clamp_(max=0),
@@ -109,14 +108,49 @@ class _RunningSums:
 
 
 def score(projection: Projection) -> Scores:
-    """Reads every weight once for all rows."""
+    """Reads every weight once for all rows that are in a tile together."""
     tiling = projection.tiling
-    sums = _RunningSums.start(projection)
-    projected_buffer, spare_buffer = projection.new_accumulator(2, tiling.numel)
+    sums = RunningSums.start(projection)
+    add_tile = _fused_adder(projection) if projection.uses_kernels else _adder(projection)
     for columns in tiling.column_ranges():
         weight_vC = projection.weight_tile(columns)
         for rows in tiling.row_ranges():
-            projected_mv = projection.project(rows, columns, weight_vC, tile_of(projected_buffer, rows, columns))
-            spare_mv = tile_of(spare_buffer, rows, columns)
-            sums.rows(rows).add_tile(projected_mv, spare_mv, *projection.locate_targets(rows, columns))
-    return sums.finish()
+            add_tile(sums.rows(rows), rows, columns, weight_vC)
+    return sums.finish(_target_bits(projection, sums))
+
+
+def _target_bits(projection: Projection, sums: RunningSums) -> Tensor:
+    """The target's d [M], rounded as the sums' own are."""
+    gain, max_M = projection.transform.gain_out_bits, sums.max_M
+    if projection.uses_kernels:
+        return (sums.target_M - max_M) * gain
+    return torch.add(max_M * -gain, sums.target_M, alpha=gain)
+
+
+_AddTile = Callable[[RunningSums, Range, Range, Tensor], None]
+"""Of sums, rows, columns and weights of a tile: adds it to the sums, in place."""
+
+
+def _adder(projection: Projection) -> _AddTile:
+    """Two tiles of memory, operations of torch."""
+    projected_buffer, spare_buffer = projection.new_accumulator(2, projection.tiling.numel)
+
+    def add_tile(sums: RunningSums, rows: Range, columns: Range, weight_vC: Tensor) -> None:
+        projected_mv = projection.project(rows, columns, weight_vC, tile_of(projected_buffer, rows, columns))
+        spare_mv = tile_of(spare_buffer, rows, columns)
+        sums.add_tile(projected_mv, spare_mv, *projection.locate_targets(rows, columns))
+
+    return add_tile
+
+
+def _fused_adder(projection: Projection) -> _AddTile:
+    """One tile of memory, which is written once and read once."""
+    from ratoon.ops.logprob.tile_kernels import add_to_sums_  # needs triton
+
+    buffer = projection.new_accumulator(projection.tiling.padded_numel)
+
+    def add_tile(sums: RunningSums, rows: Range, columns: Range, weight_vC: Tensor) -> None:
+        out_mv = padded_tile_of(buffer, rows, columns)
+        add_to_sums_(sums, projection.product_tile(rows, columns, weight_vC, out_mv))
+
+    return add_tile
