@@ -22,7 +22,7 @@ from ratoon.attention.triton.hopper.rows import own_rows
 @gluon.jit
 def backward_kernel(
     q_desc, dout_desc, k_item_desc, v_item_desc, dk_desc, dv_desc, lse2_desc, means_desc,
-    k_row_desc, v_row_desc, dq_desc,
+    k_row_desc, v_row_desc, dq_desc, terms_desc,
     lse2_ptr, means_ptr, dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
     work_ptr, item_tile_ptr, item_slot_ptr, item_full_offsets_ptr, item_full_start_ptr, item_full_end_ptr,
     item_partial_offsets_ptr, item_partial_start_ptr, item_partial_end_ptr,
@@ -67,7 +67,7 @@ def backward_kernel(
         rank = program - num_item_programs
         head = rank // num_tiles
         own_rows(
-            q_desc, dout_desc, k_row_desc, v_row_desc, dq_desc, lse2_ptr, means_ptr, expiry_ptr, positions_ptr,
+            q_desc, dout_desc, k_row_desc, v_row_desc, dq_desc, terms_desc, lse2_ptr, means_ptr, positions_ptr,
             full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
             gl.load(tile_ptr + rank % num_tiles), head, head // GROUP, stride_lh, T, softmax_scale, window,
             BLOCK_M, BLOCK_N, KEY_STAGES, VALUE_STAGES, HAS_WINDOW,

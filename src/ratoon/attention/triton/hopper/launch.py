@@ -97,6 +97,7 @@ def backward(
         *(_tiles(x, GROUP_ROWS) for x in (k_THD, v_THD, dk_THD, dv_THD)),
         *(_row_terms(x, blocks.item_rows) for x in (lse2_HT, means_HT)),
         *(_tiles(x, blocks.keys) for x in (k_THD, v_THD)), _tiles(dq_THD, GROUP_ROWS),
+        _key_terms(rows.key_terms, blocks.keys),
         lse2_HT, means_HT, *parts, plan.expiry_T, plan.positions_T,
         items.work_P, items.tile_I, items.slot_I, *items.full, *items.partial,
         rows.tile_R, *rows.full, *rows.partial,

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ratoon.attention.triton.hopper.forward import copy_partial_tile, mask_by_terms
 from ratoon.attention.triton.hopper.warps import (
     NUM_GROUPS,
     allocate,
@@ -23,43 +24,53 @@ from ratoon.attention.triton.hopper.warps import (
     copy_tile,
     matrix,
     matrix_in_loop,
-    may_read,
 )
 from ratoon.attention.triton.scores import LOG2E
 
 
 @gluon.jit
 def copy_for_rows(
-    q_desc, dout_desc, k_desc, v_desc, q_smem, dout_smem, k_smem, v_smem, own_ready, k_ready, k_free, v_ready, v_free,
+    q_desc, dout_desc, k_desc, v_desc, terms_desc,
+    q_smem, dout_smem, k_smem, v_smem, terms_smem, own_ready, k_ready, k_free, v_ready, v_free,
     full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
     tile, head, kv_head,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
+    """The copying warp: rows once, then keys and values; beside the keys of partial tiles, what says who reads them."""
     for group in gl.static_range(NUM_GROUPS):
         first_row = tile * (BLOCK_M * NUM_GROUPS) + group * BLOCK_M
         mbarrier.expect(own_ready.index(group), q_desc.block_type.nbytes + dout_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(q_desc, [first_row, head, 0], own_ready.index(group), q_smem.index(group))
         tma.async_copy_global_to_shared(dout_desc, [first_row, head, 0], own_ready.index(group), dout_smem.index(group))
     count = copy_visiting_keys(
-        k_desc, v_desc, k_smem, v_smem, k_ready, k_free, v_ready, v_free,
+        k_desc, v_desc, terms_desc, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free,
         partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-        tile, kv_head, gl.to_tensor(0), BLOCK_N, KEY_STAGES, VALUE_STAGES,
+        tile, kv_head, gl.to_tensor(0), BLOCK_N, KEY_STAGES, VALUE_STAGES, True, HAS_WINDOW,
     )  # fmt: skip
     copy_visiting_keys(
-        k_desc, v_desc, k_smem, v_smem, k_ready, k_free, v_ready, v_free,
-        full_offsets_ptr, full_start_ptr, full_end_ptr, tile, kv_head, count, BLOCK_N, KEY_STAGES, VALUE_STAGES,
+        k_desc, v_desc, terms_desc, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free,
+        full_offsets_ptr, full_start_ptr, full_end_ptr,
+        tile, kv_head, count, BLOCK_N, KEY_STAGES, VALUE_STAGES, False, HAS_WINDOW,
     )  # fmt: skip
 
 
 @gluon.jit
 def copy_visiting_keys(
-    k_desc, v_desc, k_smem, v_smem, k_ready, k_free, v_ready, v_free,
+    k_desc, v_desc, terms_desc, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free,
     offsets_ptr, start_ptr, end_ptr, tile, kv_head, count,
     BLOCK_N: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
+    IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     for interval in range(gl.load(offsets_ptr + tile), gl.load(offsets_ptr + tile + 1)):
         for key_tile in range(gl.load(start_ptr + interval), gl.load(end_ptr + interval)):
-            copy_tile(k_desc, k_smem, k_ready, k_free, key_tile * BLOCK_N, kv_head, count, KEY_STAGES)
+            if IS_PARTIAL:
+                copy_partial_tile(
+                    k_desc, terms_desc, k_smem, terms_smem, k_ready, k_free, key_tile * BLOCK_N, kv_head, count,
+                    KEY_STAGES, HAS_WINDOW,
+                )  # fmt: skip
+            else:
+                copy_tile(k_desc, k_smem, k_ready, k_free, key_tile * BLOCK_N, kv_head, count, KEY_STAGES)
             copy_tile(v_desc, v_smem, v_ready, v_free, key_tile * BLOCK_N, kv_head, count, VALUE_STAGES)
             count += 1
     return count
@@ -67,9 +78,8 @@ def copy_visiting_keys(
 
 @gluon.jit
 def add_keys(
-    q_smem, dout_smem, own, k_smem, v_smem, k_ready, k_free, v_ready, v_free, dq, count,
-    offsets_ptr, start_ptr, end_ptr, tile, rows, row_positions, lse2, means,
-    expiry_ptr, positions_ptr, T, factor, window,
+    q_smem, dout_smem, own, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free, dq, count,
+    offsets_ptr, start_ptr, end_ptr, tile, rows, row_positions, lse2, means, factor, window,
     PRODUCTS: gl.constexpr, GRADS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
@@ -89,18 +99,13 @@ def add_keys(
                 matrix_in_loop(dout_smem, own, count), v.permute([1, 0]), none, use_acc=False, is_async=True
             )
             products = warpgroup_mma_wait(1, deps=[products])
-            probs = gl.exp2(products * factor - lse2[:, None])
-            if IS_PARTIAL:
-                keys = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, PRODUCTS))
-                lifetime = gl.maximum(gl.load(expiry_ptr + keys, mask=keys < T, other=0) - keys, 0)
-                key_positions = keys
-                if HAS_WINDOW:
-                    key_positions = gl.load(positions_ptr + keys, mask=keys < T, other=0)
-                allowed = may_read(
-                    rows[:, None], keys[None, :], lifetime[None, :],
-                    row_positions[:, None], key_positions[None, :], window, HAS_WINDOW,
+            exponents = products * factor - lse2[:, None]
+            if IS_PARTIAL:  # exponents, because a row without keys has minus infinity for lse2
+                exponents = mask_by_terms(
+                    exponents, terms_smem, k_stage, key_tile, rows, row_positions, window,
+                    PRODUCTS, BLOCK_N, KEY_STAGES, HAS_WINDOW,
                 )  # fmt: skip
-                probs = gl.where(allowed, probs, 0.0)
+            probs = gl.exp2(exponents)
             dprobs = warpgroup_mma_wait(0, deps=[dprobs])
             mbarrier.arrive(v_free.index(v_stage))
             dscores = probs * (dprobs - means[:, None])
@@ -114,8 +119,8 @@ def add_keys(
 
 @gluon.jit
 def query_gradients(
-    dq_desc, lse2_ptr, means_ptr, expiry_ptr, positions_ptr,
-    q_smem, dout_smem, k_smem, v_smem, own_ready, k_ready, k_free, v_ready, v_free,
+    dq_desc, lse2_ptr, means_ptr, positions_ptr,
+    q_smem, dout_smem, k_smem, v_smem, terms_smem, own_ready, k_ready, k_free, v_ready, v_free,
     full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
     tile, head, stride_lh, T, softmax_scale, window,
     GROUP_INDEX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
@@ -136,15 +141,15 @@ def query_gradients(
     dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, GRADS)
     mbarrier.wait(own_ready.index(GROUP_INDEX), 0)
     dq, count = add_keys(
-        q_smem, dout_smem, GROUP_INDEX, k_smem, v_smem, k_ready, k_free, v_ready, v_free, dq, gl.to_tensor(0),
+        q_smem, dout_smem, GROUP_INDEX, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free, dq, gl.to_tensor(0),
         partial_offsets_ptr, partial_start_ptr, partial_end_ptr, tile, rows, row_positions, lse2, means,
-        expiry_ptr, positions_ptr, T, factor, window,
+        factor, window,
         PRODUCTS, GRADS, BLOCK_M, BLOCK_N, KEY_STAGES, VALUE_STAGES, True, HAS_WINDOW,
     )  # fmt: skip
     dq, count = add_keys(
-        q_smem, dout_smem, GROUP_INDEX, k_smem, v_smem, k_ready, k_free, v_ready, v_free, dq, count,
+        q_smem, dout_smem, GROUP_INDEX, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free, dq, count,
         full_offsets_ptr, full_start_ptr, full_end_ptr, tile, rows, row_positions, lse2, means,
-        expiry_ptr, positions_ptr, T, factor, window,
+        factor, window,
         PRODUCTS, GRADS, BLOCK_M, BLOCK_N, KEY_STAGES, VALUE_STAGES, False, HAS_WINDOW,
     )  # fmt: skip
     dq = dq * softmax_scale
@@ -156,7 +161,7 @@ def query_gradients(
 
 @gluon.jit
 def own_rows(
-    q_desc, dout_desc, k_desc, v_desc, dq_desc, lse2_ptr, means_ptr, expiry_ptr, positions_ptr,
+    q_desc, dout_desc, k_desc, v_desc, dq_desc, terms_desc, lse2_ptr, means_ptr, positions_ptr,
     full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
     tile, head, kv_head, stride_lh, T, softmax_scale, window,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
@@ -165,30 +170,31 @@ def own_rows(
     BLOCK_D: gl.constexpr = k_desc.block_type.shape[2]
     q_smem, dout_smem = allocate(q_desc, NUM_GROUPS), allocate(dout_desc, NUM_GROUPS)
     k_smem, v_smem = allocate(k_desc, KEY_STAGES), allocate(v_desc, VALUE_STAGES)
+    terms_smem = allocate(terms_desc, 2 * KEY_STAGES if HAS_WINDOW else KEY_STAGES)
     own_ready, k_ready, v_ready = barriers(NUM_GROUPS, 1), barriers(KEY_STAGES, 1), barriers(VALUE_STAGES, 1)
     k_free, v_free = barriers(KEY_STAGES, NUM_GROUPS), barriers(VALUE_STAGES, NUM_GROUPS)
     fence_async_shared()
     gl.warp_specialize(
         [
             (query_gradients, (
-                dq_desc, lse2_ptr, means_ptr, expiry_ptr, positions_ptr,
-                q_smem, dout_smem, k_smem, v_smem, own_ready, k_ready, k_free, v_ready, v_free,
+                dq_desc, lse2_ptr, means_ptr, positions_ptr,
+                q_smem, dout_smem, k_smem, v_smem, terms_smem, own_ready, k_ready, k_free, v_ready, v_free,
                 full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
                 tile, head, stride_lh, T, softmax_scale, window,
                 0, BLOCK_M, BLOCK_N, BLOCK_D, KEY_STAGES, VALUE_STAGES, HAS_WINDOW,
             )),
             (query_gradients, (
-                dq_desc, lse2_ptr, means_ptr, expiry_ptr, positions_ptr,
-                q_smem, dout_smem, k_smem, v_smem, own_ready, k_ready, k_free, v_ready, v_free,
+                dq_desc, lse2_ptr, means_ptr, positions_ptr,
+                q_smem, dout_smem, k_smem, v_smem, terms_smem, own_ready, k_ready, k_free, v_ready, v_free,
                 full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
                 tile, head, stride_lh, T, softmax_scale, window,
                 1, BLOCK_M, BLOCK_N, BLOCK_D, KEY_STAGES, VALUE_STAGES, HAS_WINDOW,
             )),
             (copy_for_rows, (
-                q_desc, dout_desc, k_desc, v_desc,
-                q_smem, dout_smem, k_smem, v_smem, own_ready, k_ready, k_free, v_ready, v_free,
+                q_desc, dout_desc, k_desc, v_desc, terms_desc,
+                q_smem, dout_smem, k_smem, v_smem, terms_smem, own_ready, k_ready, k_free, v_ready, v_free,
                 full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                tile, head, kv_head, BLOCK_M, BLOCK_N, KEY_STAGES, VALUE_STAGES,
+                tile, head, kv_head, BLOCK_M, BLOCK_N, KEY_STAGES, VALUE_STAGES, HAS_WINDOW,
             )),
         ],
         [4, 1],
