@@ -138,6 +138,25 @@ def test_sums_are_put_in_order(head_dim: int):
     assert torch.equal(dq_THD.cpu(), wanted_THD)
 
 
+@pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))
+def test_a_row_without_weights_leaves_other_documents_alone(head_dim: int):
+    """Its log-sum-exp is minus infinity: what it may not read has probabilities of 0, not NaN."""
+    layout = pack_documents([[1] * 5, [1] * 60])
+    case = make_case(layout, heads=(1, 1), head_dim=head_dim).to(torch.bfloat16, DEVICE)
+    plan, scoring = AttentionPlan.build(layout, DEVICE), Scoring(softmax_scale=head_dim**-0.5)
+    out_THE, lse_HT = reference.forward(case.q_THD, case.k_THD, case.v_THE, None, plan, scoring)
+
+    def gradients(lse_HT: Tensor) -> tuple[Tensor, ...]:
+        inputs = (case.dout_THE, case.q_THD, case.k_THD, case.v_THE, out_THE, lse_HT, plan, scoring)
+        return adding.backward(*inputs, deterministic=False)
+
+    others_lse_HT = lse_HT.clone()
+    others_lse_HT[:, 3] = -torch.inf
+    for grad, others_grad in zip(gradients(lse_HT), gradients(others_lse_HT), strict=True):
+        assert torch.equal(others_grad[5:], grad[5:])
+        assert not torch.equal(others_grad[:5], grad[:5])
+
+
 def test_who_asks_for_the_same_bits_is_refused():
     plan = AttentionPlan.build(CHAIN, DEVICE)
     case = make_case(CHAIN, heads=(1, 1), head_dim=64).to(torch.bfloat16, DEVICE)

@@ -18,7 +18,7 @@ from tests.attention.oracle import (
 from tests.attention.triton.gluon_simulator import simulated_hopper
 from torch import Tensor
 
-from ratoon.attention import AttentionPlan, forest_attention
+from ratoon.attention import AttentionPlan, forest_attention, reference
 from ratoon.attention.kernel import Scoring
 from ratoon.attention.triton import attention as triton_attention
 from ratoon.attention.triton.blocks import HOPPER_BLOCKS
@@ -105,6 +105,25 @@ def test_gradients_are_the_same_bits_in_every_run(head_dim: int):
     case = make_case(GROUPS, heads=(2, 1), head_dim=head_dim).to(torch.bfloat16, DEVICE)
     first, *others = (output_and_gradients(attend(GROUPS), case) for _ in range(3))
     assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", sorted(HOPPER_BLOCKS))
+def test_a_row_without_weights_leaves_other_documents_alone(head_dim: int):
+    """Its log-sum-exp is minus infinity: what it may not read has probabilities of 0, not NaN."""
+    layout = pack_documents([[1] * 5, [1] * 60])
+    case = make_case(layout, heads=(1, 1), head_dim=head_dim).to(torch.bfloat16, DEVICE)
+    plan, scoring = AttentionPlan.build(layout, DEVICE), Scoring(softmax_scale=head_dim**-0.5)
+    out_THE, lse_HT = reference.forward(case.q_THD, case.k_THD, case.v_THE, None, plan, scoring)
+
+    def gradients(lse_HT: Tensor) -> tuple[Tensor, ...]:
+        inputs = (case.dout_THE, case.q_THD, case.k_THD, case.v_THE, out_THE, lse_HT, plan, scoring)
+        return triton_attention.backward(*inputs, deterministic=True)
+
+    others_lse_HT = lse_HT.clone()
+    others_lse_HT[:, 3] = -torch.inf
+    for grad, others_grad in zip(gradients(lse_HT), gradients(others_lse_HT), strict=True):
+        assert torch.equal(others_grad[5:], grad[5:])
+        assert not torch.equal(others_grad[:5], grad[:5])
 
 
 VARIANTS = {

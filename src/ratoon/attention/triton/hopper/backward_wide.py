@@ -24,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, matrix, matrix_in_loop, may_read
+from ratoon.attention.triton.hopper.keys import where_within
+from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, matrix, matrix_in_loop, where_less
 from ratoon.attention.triton.scores import LOG2E
 
 
@@ -127,26 +128,18 @@ def probabilities(
     lse2 = own_terms[:, None]
     if OWNS_KEYS:
         lse2 = gl.load(terms_ptr + of_head + visitors, mask=visitors < T, other=0.0)[None, :]
-    probs = gl.exp2(products * factor - lse2)
+    exponents = products * factor - lse2
     if IS_PARTIAL:
-        own_positions, visitor_positions = own, visitors
-        if HAS_WINDOW:
-            own_positions = gl.load(positions_ptr + own, mask=own < T, other=0)
-            visitor_positions = gl.load(positions_ptr + visitors, mask=visitors < T, other=0)
+        rows, keys = own[:, None], visitors[None, :]
         if OWNS_KEYS:
-            lifetime = gl.maximum(gl.load(expiry_ptr + own, mask=own < T, other=0) - own, 0)
-            allowed = may_read(
-                visitors[None, :], own[:, None], lifetime[:, None],
-                visitor_positions[None, :], own_positions[:, None], window, HAS_WINDOW,
-            )  # fmt: skip
-        else:
-            lifetime = gl.maximum(gl.load(expiry_ptr + visitors, mask=visitors < T, other=0) - visitors, 0)
-            allowed = may_read(
-                own[:, None], visitors[None, :], lifetime[None, :],
-                own_positions[:, None], visitor_positions[None, :], window, HAS_WINDOW,
-            )  # fmt: skip
-        probs = gl.where(allowed, probs, 0.0)
-    return probs
+            rows, keys = visitors[None, :], own[:, None]
+        lifetime = gl.maximum(gl.load(expiry_ptr + keys, mask=keys < T, other=0) - keys, 0)
+        exponents = where_less(exponents, rows - keys, lifetime)
+        if HAS_WINDOW:
+            row_positions = gl.load(positions_ptr + rows, mask=rows < T, other=0)
+            key_positions = gl.load(positions_ptr + keys, mask=keys < T, other=0)
+            exponents = where_within(exponents, row_positions - key_positions, window)
+    return gl.exp2(exponents)
 
 
 @gluon.jit

@@ -141,15 +141,14 @@ def query_gradients(
     dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, GRADS)
     mbarrier.wait(own_ready.index(GROUP_INDEX), 0)
     dq, count = add_keys(
-        q_smem, dout_smem, GROUP_INDEX, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free, dq, gl.to_tensor(0),
-        partial_offsets_ptr, partial_start_ptr, partial_end_ptr, tile, rows, row_positions, lse2, means,
-        factor, window,
+        q_smem, dout_smem, GROUP_INDEX, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free,
+        dq, gl.to_tensor(0), partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+        tile, rows, row_positions, lse2, means, factor, window,
         PRODUCTS, GRADS, BLOCK_M, BLOCK_N, KEY_STAGES, VALUE_STAGES, True, HAS_WINDOW,
     )  # fmt: skip
     dq, count = add_keys(
         q_smem, dout_smem, GROUP_INDEX, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free, dq, count,
-        full_offsets_ptr, full_start_ptr, full_end_ptr, tile, rows, row_positions, lse2, means,
-        factor, window,
+        full_offsets_ptr, full_start_ptr, full_end_ptr, tile, rows, row_positions, lse2, means, factor, window,
         PRODUCTS, GRADS, BLOCK_M, BLOCK_N, KEY_STAGES, VALUE_STAGES, False, HAS_WINDOW,
     )  # fmt: skip
     dq = dq * softmax_scale
