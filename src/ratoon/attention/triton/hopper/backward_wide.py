@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ratoon.attention.triton.hopper.keys import where_within
 from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, matrix, matrix_in_loop, where_less
 from ratoon.attention.triton.scores import LOG2E
 
@@ -115,6 +114,16 @@ def copy_all(
         score_desc, value_desc, score_smem, value_smem, score_ready, score_free, value_ready, value_free,
         full_offsets_ptr, full_start_ptr, full_end_ptr, list_index, kv_head, count, OWNS_KEYS, GROUP, TILE, BLOCK_V,
     )  # fmt: skip
+
+
+LEAST = gl.constexpr(-(2**31))
+"""Added to signed numbers, it orders them as unsigned ones."""
+
+
+@gluon.jit
+def where_within(values, distances, window):
+    """values where distances < window as signed numbers, else minus infinity."""
+    return where_less(values, distances + LEAST, window + LEAST)
 
 
 @gluon.jit

@@ -16,7 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, matrix, matrix_in_loop, where_less
+from ratoon.attention.triton.hopper.warps import (
+    NUM_GROUPS,
+    allocate,
+    barriers,
+    matrix,
+    matrix_in_loop,
+    may_read,
+    where_less,
+)
 from ratoon.attention.triton.scores import LOG2E
 
 
@@ -73,16 +81,6 @@ def copy_for_keys(
     )  # fmt: skip
 
 
-LEAST = gl.constexpr(-(2**31))
-"""Added to signed numbers, it orders them as unsigned ones."""
-
-
-@gluon.jit
-def where_within(values, distances, window):
-    """values where distances < window as signed numbers, else minus infinity."""
-    return where_less(values, distances + LEAST, window + LEAST)
-
-
 @gluon.jit
 def probabilities(
     products, lse2, first_row, keys, lifetime, key_positions, positions_ptr, T, factor, window,
@@ -90,16 +88,23 @@ def probabilities(
 ):  # fmt: skip
     """[N, M] from products; lse2 [M] in base 2.
 
-    Exponents are masked, not products: a row without keys has minus infinity for lse2, and 0 for probabilities.
+    Exponents may be masked, products may not: a row without keys has minus infinity for lse2.
     """
     exponents = products * factor - lse2[None, :]
-    if IS_PARTIAL:
+    if IS_PARTIAL and not HAS_WINDOW:
         rows = first_row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, PRODUCTS))
         exponents = where_less(exponents, rows[None, :] - keys[:, None], lifetime[:, None])
-        if HAS_WINDOW:
-            row_positions = gl.load(positions_ptr + rows, mask=rows < T, other=0)
-            exponents = where_within(exponents, row_positions[None, :] - key_positions[:, None], window)
-    return gl.exp2(exponents)
+    probs = gl.exp2(exponents)
+    # With positions in registers, masks one after the other make the compiler spill.
+    if IS_PARTIAL and HAS_WINDOW:
+        rows = first_row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, PRODUCTS))
+        row_positions = gl.load(positions_ptr + rows, mask=rows < T, other=0)
+        allowed = may_read(
+            rows[None, :], keys[:, None], lifetime[:, None],
+            row_positions[None, :], key_positions[:, None], window, HAS_WINDOW,
+        )  # fmt: skip
+        probs = gl.where(allowed, probs, 0.0)
+    return probs
 
 
 @gluon.jit
