@@ -31,8 +31,7 @@ def forward(
             # A sink takes its share of the probability and gives no value.
             lse_HGB1 = torch.logaddexp(lse_HGB1, sinks_H.to(dtype).view(num_kv_heads, -1, 1, 1))
         out_HGBE = torch.matmul(_probabilities(scores_HGBK, lse_HGB1), v_H1KE)
-        reads_bad_HB = (mask_BK & bad_HK[:, None]).any(dim=2)
-        out_HGBE.masked_fill_(reads_bad_HB[:, None, :, None], torch.nan)
+        out_HGBE.masked_fill_(_reads_bad(mask_BK, bad_HK), torch.nan)
         out_THE[rows] = out_HGBE.permute(2, 0, 1, 3).flatten(1, 2)
         lse_HT[:, rows] = lse_HGB1.flatten(0, 1)[..., 0]
     return out_THE, lse_HT
@@ -59,17 +58,15 @@ def backward(
     dv_THE = torch.zeros_like(v_THE, dtype=dtype)
     for block in plan.schedule(build_row_blocks):
         rows = slice(block.start, block.end)
-        hidden_BK = ~_mask(plan, block)
+        mask_BK = _mask(plan, block)
+        hidden_BK = ~mask_BK
         k_H1KD, v_H1KE, bad_HK = _keys_and_values(k_THD, v_THE, block, dtype)
         q_HGBD, dout_HGBE = (_by_key_head(x[rows].to(dtype), num_kv_heads) for x in (q_THD, dout_THE))
         lse_HGB1 = lse_HT[:, rows].view(num_kv_heads, -1, block.end - block.start, 1)
         scores_HGBK = _scores(q_HGBD, k_H1KD, scoring)
         # Hidden pairs are zeroed, not multiplied by zero: a row that is not finite must stay alone.
         probs_HGBK = _probabilities(scores_HGBK.masked_fill(hidden_BK, -torch.inf), lse_HGB1)
-        probs_HGBK = probs_HGBK.masked_fill(hidden_BK, 0.0)
-        if bad_HK.any():
-            reads_bad_HB = (~hidden_BK & bad_HK[:, None]).any(dim=2)
-            probs_HGBK = probs_HGBK.masked_fill(reads_bad_HB[:, None, :, None] & ~hidden_BK, torch.nan)
+        probs_HGBK = probs_HGBK.masked_fill(_reads_bad(mask_BK, bad_HK), torch.nan).masked_fill(hidden_BK, 0.0)
         dprobs_HGBK = torch.matmul(dout_HGBE, v_H1KE.mT)
         # Fused kernels take this mean from the output, which was rounded.
         mean_HGB1 = (probs_HGBK * dprobs_HGBK).sum(dim=-1, keepdim=True)
@@ -103,6 +100,11 @@ def _keys_and_values(
     v_H1KE = _gather(v_THE, block).to(dtype).transpose(0, 1)[:, None]
     bad_HK = ~(k_H1KD.isfinite().all(dim=3)[:, 0] & v_H1KE.isfinite().all(dim=3)[:, 0])
     return k_H1KD.nan_to_num(0.0, 0.0, 0.0), v_H1KE.nan_to_num(0.0, 0.0, 0.0), bad_HK
+
+
+def _reads_bad(mask_BK: Tensor, bad_HK: Tensor) -> Tensor:
+    """[Hkv, 1, B, 1] bool: which rows read a key that was not finite."""
+    return (mask_BK & bad_HK[:, None]).any(dim=2)[:, None, :, None]
 
 
 def _scores(q_HGBD: Tensor, k_H1KD: Tensor, scoring: Scoring) -> Tensor:

@@ -10,12 +10,14 @@ import pytest
 import torch
 from tests.attention.oracle import Case, assert_within_error_budget, dense_mask, make_case, make_chain, make_groups
 from tests.attention.triton.gluon_simulator import simulated_hopper
+from tests.attention.triton.rows_without_weights import assert_a_row_without_weights_stays_alone
 from torch import Tensor
 
 from ratoon.attention import AttentionPlan, reference
 from ratoon.attention.autograd import KernelPair, attend
 from ratoon.attention.kernel import Scoring
 from ratoon.attention.triton import adding, walks
+from ratoon.attention.triton.machine import CPU_MULTIPROCESSORS
 from ratoon.attention.triton.walks import Walk, build_key_walks
 from ratoon.layout import PackedLayout, pack_documents
 
@@ -107,7 +109,7 @@ def test_rows_visit_in_any_order(monkeypatch: pytest.MonkeyPatch, head_dim: int,
     monkeypatch.setattr(walks, "CROWD", 2)
     layout, window = make_groups((520, [500, 200])), 600
     plan = AttentionPlan.build(layout, window=window)
-    sizes = (blocks.rows, adding.ITEM_KEYS, adding.CPU_WORKERS, 1, 2)
+    sizes = (blocks.rows, adding.ITEM_KEYS, CPU_MULTIPROCESSORS, 1, 2)
     of_programs, in_order = (build_key_walks(plan, *sizes, which) for which in (walk, Walk.FROM_START))
     assert max(of_programs.items.full.offsets.diff()) > 1, "the case no longer has a gap"
     goes_round = walk in (Walk.STAGGERED, Walk.JOINING)
@@ -141,20 +143,7 @@ def test_sums_are_put_in_order(head_dim: int):
 @pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))
 def test_a_row_without_weights_leaves_other_documents_alone(head_dim: int):
     """Its log-sum-exp is minus infinity: what it may not read has probabilities of 0, not NaN."""
-    layout = pack_documents([[1] * 5, [1] * 60])
-    case = make_case(layout, heads=(1, 1), head_dim=head_dim).to(torch.bfloat16, DEVICE)
-    plan, scoring = AttentionPlan.build(layout, DEVICE), Scoring(softmax_scale=head_dim**-0.5)
-    out_THE, lse_HT = reference.forward(case.q_THD, case.k_THD, case.v_THE, None, plan, scoring)
-
-    def gradients(lse_HT: Tensor) -> tuple[Tensor, ...]:
-        inputs = (case.dout_THE, case.q_THD, case.k_THD, case.v_THE, out_THE, lse_HT, plan, scoring)
-        return adding.backward(*inputs, deterministic=False)
-
-    others_lse_HT = lse_HT.clone()
-    others_lse_HT[:, 3] = -torch.inf
-    for grad, others_grad in zip(gradients(lse_HT), gradients(others_lse_HT), strict=True):
-        assert torch.equal(others_grad[5:], grad[5:])
-        assert not torch.equal(others_grad[:5], grad[:5])
+    assert_a_row_without_weights_stays_alone(adding.backward, head_dim, deterministic=False)
 
 
 def test_who_asks_for_the_same_bits_is_refused():

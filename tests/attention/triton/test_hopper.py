@@ -16,12 +16,14 @@ from tests.attention.oracle import (
     output_and_gradients,
 )
 from tests.attention.triton.gluon_simulator import simulated_hopper
+from tests.attention.triton.rows_without_weights import assert_a_row_without_weights_stays_alone
 from torch import Tensor
 
-from ratoon.attention import AttentionPlan, forest_attention, reference
+from ratoon.attention import AttentionPlan, forest_attention
 from ratoon.attention.kernel import Scoring
 from ratoon.attention.triton import attention as triton_attention
 from ratoon.attention.triton.blocks import HOPPER_BLOCKS
+from ratoon.attention.triton.machine import machine_of
 from ratoon.layout import PackedLayout, pack_documents
 
 HAS_GPU = torch.cuda.is_available()
@@ -40,8 +42,7 @@ def hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         if torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("not a Hopper GPU")
         return
-    machine = triton_attention.Machine(num_multiprocessors=8, shared_memory_bytes=None, is_hopper=True)
-    monkeypatch.setattr(triton_attention, "_machine", lambda _: machine)
+    monkeypatch.setattr(triton_attention, "machine_of", lambda device: machine_of(device)._replace(is_hopper=True))
     launch = simulated_hopper()
     monkeypatch.setattr(triton_attention, "import_module", lambda _: launch)
 
@@ -110,20 +111,7 @@ def test_gradients_are_the_same_bits_in_every_run(head_dim: int):
 @pytest.mark.parametrize("head_dim", sorted(HOPPER_BLOCKS))
 def test_a_row_without_weights_leaves_other_documents_alone(head_dim: int):
     """Its log-sum-exp is minus infinity: what it may not read has probabilities of 0, not NaN."""
-    layout = pack_documents([[1] * 5, [1] * 60])
-    case = make_case(layout, heads=(1, 1), head_dim=head_dim).to(torch.bfloat16, DEVICE)
-    plan, scoring = AttentionPlan.build(layout, DEVICE), Scoring(softmax_scale=head_dim**-0.5)
-    out_THE, lse_HT = reference.forward(case.q_THD, case.k_THD, case.v_THE, None, plan, scoring)
-
-    def gradients(lse_HT: Tensor) -> tuple[Tensor, ...]:
-        inputs = (case.dout_THE, case.q_THD, case.k_THD, case.v_THE, out_THE, lse_HT, plan, scoring)
-        return triton_attention.backward(*inputs, deterministic=True)
-
-    others_lse_HT = lse_HT.clone()
-    others_lse_HT[:, 3] = -torch.inf
-    for grad, others_grad in zip(gradients(lse_HT), gradients(others_lse_HT), strict=True):
-        assert torch.equal(others_grad[5:], grad[5:])
-        assert not torch.equal(others_grad[:5], grad[:5])
+    assert_a_row_without_weights_stays_alone(triton_attention.backward, head_dim, deterministic=True)
 
 
 VARIANTS = {
@@ -155,7 +143,9 @@ def check_forward(
     inputs = (case.q_THD, case.k_THD, case.v_THE, case.sinks_H, plan, scoring)
     out_THD, lse_HT = triton_attention.forward(*inputs)
     launch = triton_attention.import_module("ratoon.attention.triton.hopper.launch")
-    monkeypatch.setattr(launch, "num_multiprocessors", lambda _: num_programs)
+    monkeypatch.setattr(
+        launch, "machine_of", lambda device: machine_of(device)._replace(num_multiprocessors=num_programs)
+    )
     blocks = replace(HOPPER_BLOCKS[head_dim], **VARIANTS[variant])
     monkeypatch.setitem(HOPPER_BLOCKS, head_dim, blocks)
     others_out_THD, others_lse_HT = triton_attention.forward(*inputs)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ratoon.attention.alignment import round_up
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -28,7 +30,7 @@ def head_dims(head_dim: int, v_head_dim: int, capability: int) -> tuple[int, int
     capability: major compute capability. On 9 any multiple of 8 to 256; values no longer than queries, whose
     tiles were chosen for that. On 10 and 11 to 128 each, (192, 128) and (256, 256).
     """
-    head_dim, v_head_dim = (-(-dim // 8) * 8 for dim in (max(head_dim, v_head_dim), v_head_dim))
+    head_dim, v_head_dim = (round_up(dim, 8) for dim in (max(head_dim, v_head_dim), v_head_dim))
     if capability == 9 or head_dim <= 128:
         return head_dim, v_head_dim
     return (192, 128) if head_dim <= 192 and v_head_dim <= 128 else (256, 256)
@@ -42,7 +44,7 @@ def backward_head_dims(head_dim: int, v_head_dim: int, capability: int, *, one: 
     if one:
         v_head_dim = head_dim
     if capability == 9:
-        return -(-head_dim // 32) * 32, -(-v_head_dim // 32) * 32
+        return round_up(head_dim, 32), round_up(v_head_dim, 32)
     return head_dims(head_dim, v_head_dim, capability)
 
 

@@ -23,6 +23,7 @@ from ratoon.attention.plan import AttentionPlan
 from ratoon.attention.triton.attention import add_parts, row_terms
 from ratoon.attention.triton.attention import forward as forward  # a kernel's home has both passes
 from ratoon.attention.triton.descriptors import empty_aligned, padded_head_dim
+from ratoon.attention.triton.machine import machine_of
 from ratoon.attention.triton.scores import wide
 from ratoon.attention.triton.walks import Walk, build_key_walks
 
@@ -31,9 +32,6 @@ ITEM_KEYS = 128
 
 FINISH_WARPS = 8
 """Enough threads to hold a tile's sums."""
-
-CPU_WORKERS = 8
-"""What a simulator counts as multiprocessors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ def backward(
     )
     assert q_THD.element_size() == 2, f"q is {q_THD.dtype}, and the products here are of 16 bits"
     blocks = ADDING_BLOCKS[block_D]
-    num_workers = _num_multiprocessors(plan.device)
+    num_workers = machine_of(plan.device).num_multiprocessors
     walks = plan.schedule(build_key_walks, blocks.rows, ITEM_KEYS, num_workers, Hkv, Hq // Hkv, blocks.walk)
     items = walks.items
     lse2_HT, means_HT = row_terms(out_THE, dout_THE, lse_HT)
@@ -112,9 +110,3 @@ def finish_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     dq_ptrs = dq_ptr + rows.to(tl.int64)[:, None] * stride_qt + head * stride_qh + offs_d[None, :]
     tl.store(dq_ptrs, dq.to(dq_ptr.dtype.element_ty), mask=(rows < T)[:, None] & (offs_d < D)[None, :])
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return CPU_WORKERS
-    return torch.cuda.get_device_properties(device).multi_processor_count

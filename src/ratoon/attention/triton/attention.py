@@ -5,10 +5,8 @@
 
 # Shape letters: T rows, H heads (Hq query, Hkv key and value), D head dim, E value head dim.
 
-from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 import triton
@@ -20,6 +18,7 @@ from ratoon.attention.triton import portable
 from ratoon.attention.triton.backward import add_parts_kernel, row_terms_kernel
 from ratoon.attention.triton.blocks import HOPPER_BLOCKS, Blocks, HopperBlocks, choose_blocks
 from ratoon.attention.triton.descriptors import empty_aligned, empty_row_terms, padded_head_dim
+from ratoon.attention.triton.machine import machine_of
 from ratoon.attention.triton.schedule import KeySchedule, build_key_schedule, build_row_schedule
 
 TERMS_ROWS = 64
@@ -27,15 +26,6 @@ TERMS_ROWS = 64
 
 TERMS_WARPS = 8
 """So many that at a head dim of 128 a thread needs 32 registers: as many programs run as a multiprocessor takes."""
-
-
-class Machine(NamedTuple):
-    num_multiprocessors: int
-
-    shared_memory_bytes: int | None
-    """None: the interpreter."""
-
-    is_hopper: bool
 
 
 def forward(
@@ -59,7 +49,7 @@ def backward(
     T, Hq, D = q_THD.shape
     Hkv, E = v_THE.shape[1:]
     launches, blocks = _choose(q_THD, v_THE, plan, scoring)
-    num_workers = _machine(plan.device).num_multiprocessors
+    num_workers = machine_of(plan.device).num_multiprocessors
     items = plan.schedule(build_key_schedule, blocks.item_rows, blocks.item_keys, num_workers, Hkv)
     rows = plan.schedule(build_row_schedule, blocks.rows, blocks.keys)
     lse2_HT, means_HT = row_terms(out_THE, dout_THE, lse_HT)
@@ -77,7 +67,7 @@ def _choose(
     q_THD: Tensor, v_THE: Tensor, plan: AttentionPlan, scoring: Scoring
 ) -> tuple[ModuleType, Blocks | HopperBlocks]:
     """The module with the launches, and its tiles."""
-    machine, D, E = _machine(plan.device), q_THD.shape[2], v_THE.shape[2]
+    machine, D, E = machine_of(plan.device), q_THD.shape[2], v_THE.shape[2]
     block_D = padded_head_dim(D)
     is_for_hopper = machine.is_hopper and q_THD.element_size() == 2 and D == E and scoring.softcap is None
     # The wide kernels, of head dim 512, halve it.
@@ -108,15 +98,3 @@ def row_terms(out_THE: Tensor, dout_THE: Tensor, lse_HT: Tensor) -> tuple[Tensor
         T, Hq, E=E, BLOCK_E=padded_head_dim(E), BLOCK_M=TERMS_ROWS, num_warps=TERMS_WARPS,
     )  # fmt: skip
     return lse2_HT, means_HT
-
-
-@lru_cache(maxsize=16)
-def _machine(device: torch.device) -> Machine:
-    if device.type == "cpu":
-        return Machine(num_multiprocessors=8, shared_memory_bytes=None, is_hopper=False)
-    properties = torch.cuda.get_device_properties(device)
-    return Machine(
-        num_multiprocessors=properties.multi_processor_count,
-        shared_memory_bytes=properties.shared_memory_per_block_optin,
-        is_hopper=torch.version.hip is None and properties.major == 9,
-    )

@@ -12,7 +12,7 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -58,6 +58,9 @@ class RowSchedule:
 
     tile_R: Tensor
     """[R] int32 tiles of rows, the most expensive first."""
+
+    costs_R: NDArray[np.float64]
+    """In full tiles of keys, on the host."""
 
     full: DeviceIntervals
     partial: DeviceIntervals
@@ -131,12 +134,13 @@ def build_row_schedule(plan: AttentionPlan, row_tile: int, key_tile: int) -> Row
     tiles = build_tile_map(plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile)
     full = tiles.key_intervals_of_rows(TileState.FULL)
     partial = tiles.key_intervals_of_rows(TileState.PARTIAL)
-    costs_R = _lengths(full) + PARTIAL_COST * _lengths(partial)
+    costs_R = lengths(full) + PARTIAL_COST * lengths(partial)
     return RowSchedule(
-        tile_R=_on_device(_by_falling(costs_R), plan),
+        tile_R=on_device(_by_falling(costs_R), plan),
+        costs_R=costs_R,
         full=_intervals_on_device(full, plan),
         partial=_intervals_on_device(partial, plan),
-        key_terms=_on_device(_key_terms(plan, key_tile), plan),
+        key_terms=on_device(_key_terms(plan, key_tile), plan),
     )
 
 
@@ -156,9 +160,7 @@ def build_row_work(
     Head after head, each head's tiles by falling cost; is_by_tree: those of one tree one after the other, the costliest
     tree first. mixes_heads: the last heads' tiles all by falling cost, so that no worker ends long after the others.
     """
-    tiles = build_tile_map(plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile)
-    full_R, partial_R = ((tiles.state_RK == state).sum(axis=1) for state in (TileState.FULL, TileState.PARTIAL))
-    costs_R = full_R + PARTIAL_COST * partial_R + START_COST
+    costs_R = plan.schedule(build_row_schedule, row_tile, key_tile).costs_R + START_COST
     tree_R = _trees(plan)[::row_tile] if is_by_tree else np.zeros(costs_R.size, np.intp)
     num_mixed = 0
     if mixes_heads:
@@ -168,16 +170,16 @@ def build_row_work(
     heads = np.arange(num_heads, dtype=np.int32)[:, None] * costs_R.size
     work_P = np.concatenate(
         [
-            (heads[: num_heads - num_mixed] + _by_falling_in_groups(costs_R, tree_R)).ravel(),
+            (heads[: num_heads - num_mixed] + _by_falling_in_groups(costs_R, tree_R, np.zeros_like(tree_R))).ravel(),
             (heads[num_heads - num_mixed :] + _by_falling(costs_R)).T.ravel(),
         ]
     )
     if not is_persistent:
-        return RowWork(work_P=_on_device(work_P, plan), offsets_W=None)
+        return RowWork(work_P=on_device(work_P, plan), offsets_W=None)
     worker_P = _first_free(costs_R[work_P % costs_R.size], num_workers)
     return RowWork(
-        work_P=_on_device(work_P[np.argsort(worker_P, kind="stable")], plan),
-        offsets_W=_on_device(_offsets(np.bincount(worker_P, minlength=num_workers)), plan),
+        work_P=on_device(work_P[np.argsort(worker_P, kind="stable")], plan),
+        offsets_W=on_device(offsets(np.bincount(worker_P, minlength=num_workers)), plan),
     )
 
 
@@ -193,14 +195,14 @@ def share_out(plan: AttentionPlan, row_tile: int, key_tile: int, num_workers: in
     tiles = build_tile_map(plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile)
     full = tiles.row_intervals_of_keys(TileState.FULL)
     partial = tiles.row_intervals_of_keys(TileState.PARTIAL)
-    costs_K = _lengths(full) + PARTIAL_COST * _lengths(partial)
+    costs_K = lengths(full) + PARTIAL_COST * lengths(partial)
     max_cost = max(MAX_SHARE * costs_K.sum() / max(num_workers // num_kv_heads, 1), 1.0)
     parts_K = np.maximum(np.ceil(costs_K / max_cost), 1).astype(np.int32)
     # No more parts than tiles of rows: none would be left for some.
-    parts_K = np.minimum(parts_K, np.maximum(_lengths(full) + _lengths(partial), 1)).astype(np.int32)
+    parts_K = np.minimum(parts_K, np.maximum(lengths(full) + lengths(partial), 1)).astype(np.int32)
     tile_I = np.repeat(np.arange(parts_K.size, dtype=np.int32), parts_K)
     full, partial = _split(full, parts_K), _split(partial, parts_K)
-    costs_I = _lengths(full) + PARTIAL_COST * _lengths(partial)
+    costs_I = lengths(full) + PARTIAL_COST * lengths(partial)
     # Keys of one segment are read by the same rows, but for the tiles on the diagonal.
     segment_I = np.searchsorted(plan.layout.segment_offsets, tile_I * key_tile, side="right") - 1
     work_P = order_programs(costs_I, segment_I, num_workers, num_kv_heads)
@@ -211,14 +213,14 @@ def key_schedule(items: KeyItems, plan: AttentionPlan) -> KeySchedule:
     is_split_I = items.parts_K[items.tile_I] > 1
     split_tile_X = np.flatnonzero(items.parts_K > 1).astype(np.int32)
     return KeySchedule(
-        tile_I=_on_device(items.tile_I, plan),
-        slot_I=_on_device(np.where(is_split_I, np.cumsum(is_split_I) - 1, -1).astype(np.int32), plan),
+        tile_I=on_device(items.tile_I, plan),
+        slot_I=on_device(np.where(is_split_I, np.cumsum(is_split_I) - 1, -1).astype(np.int32), plan),
         full=_intervals_on_device(items.full, plan),
         partial=_intervals_on_device(items.partial, plan),
-        split_tile_X=_on_device(split_tile_X, plan),
-        split_slots=_on_device(_offsets(items.parts_K[split_tile_X]), plan),
+        split_tile_X=on_device(split_tile_X, plan),
+        split_slots=on_device(offsets(items.parts_K[split_tile_X]), plan),
         num_slots=int(is_split_I.sum()),
-        work_P=_on_device(items.work_P, plan),
+        work_P=on_device(items.work_P, plan),
     )
 
 
@@ -252,10 +254,7 @@ def _orders(
     num_kv_heads: int,
 ) -> Iterator[NDArray[np.int32]]:
     """From the one that reads least to the one that ends soonest."""
-    group_costs = np.zeros(group_P.max(initial=-1) + 1)
-    np.maximum.at(group_costs, group_P, costs_P)
-    head_P = np.arange(costs_P.size) % num_kv_heads
-    wanted_P = np.lexsort((-costs_P, head_P, group_P, -group_costs[group_P])).astype(np.int32)
+    wanted_P = _by_falling_in_groups(costs_P, group_P, np.arange(costs_P.size) % num_kv_heads)
     yield wanted_P
     for lateness in LATENESS[1:]:
         yield _start_in_time(costs_P, falling_P, wanted_P, num_workers, lateness)
@@ -297,12 +296,19 @@ def _start_in_time(
     return np.concatenate(taken)[::-1].copy()
 
 
-def _makespan(costs: NDArray[np.float64], num_workers: int) -> float:
-    """When the last worker is done, if whoever is free takes the next."""
+def starts(costs: NDArray[np.float64], num_workers: int) -> NDArray[np.float64]:
+    """When each piece of work starts, if whoever is free takes the next."""
     busy_until = [0.0] * num_workers
+    begun: list[float] = []
     for cost in costs.tolist():
+        begun.append(busy_until[0])
         heapq.heapreplace(busy_until, busy_until[0] + cost)
-    return max(busy_until)
+    return np.array(begun)
+
+
+def _makespan(costs: NDArray[np.float64], num_workers: int) -> float:
+    """When the last worker is done."""
+    return (starts(costs, num_workers) + costs).max(initial=0.0)
 
 
 def _first_free(costs_P: NDArray[np.float64], num_workers: int) -> NDArray[np.intp]:
@@ -336,11 +342,11 @@ def _key_terms(plan: AttentionPlan, key_tile: int) -> NDArray[np.int32]:
 
 def _split(intervals: Intervals, parts_B: NDArray[np.int32]) -> Intervals:
     """Cuts each list's tiles, in order, into `parts_B` lists of nearly equal length (some may be empty)."""
-    lengths_B = _lengths(intervals).astype(np.intp)
+    lengths_B = lengths(intervals).astype(np.intp)
     list_I = np.repeat(np.arange(parts_B.size), parts_B)
-    part_I = np.arange(list_I.size) - np.repeat(_offsets(parts_B)[:-1], parts_B)
+    part_I = np.arange(list_I.size) - np.repeat(offsets(parts_B)[:-1], parts_B)
     # Tiles are counted through all lists.
-    first_B, first_J = _offsets(lengths_B)[:-1], _offsets(intervals.end_I - intervals.start_I)
+    first_B, first_J = offsets(lengths_B)[:-1], offsets(intervals.end_I - intervals.start_I)
     first_I = first_B[list_I] + part_I * lengths_B[list_I] // parts_B[list_I]
     cuts = np.union1d(first_I, first_J)
     cut_from, cut_to = cuts[:-1], cuts[1:]
@@ -349,16 +355,16 @@ def _split(intervals: Intervals, parts_B: NDArray[np.int32]) -> Intervals:
     interval = np.searchsorted(first_J, cut_from, side="right") - 1
     offset = intervals.start_I[interval] - first_J[interval]
     counts_I = np.bincount(item, minlength=list_I.size)
-    return Intervals(_offsets(counts_I), (cut_from + offset).astype(np.int32), (cut_to + offset).astype(np.int32))
+    return Intervals(offsets(counts_I), (cut_from + offset).astype(np.int32), (cut_to + offset).astype(np.int32))
 
 
-def _lengths(intervals: Intervals) -> NDArray[np.int32]:
+def lengths(intervals: Intervals) -> NDArray[np.int32]:
     """[B] number of tiles in each list."""
-    total = _offsets(intervals.end_I - intervals.start_I)
+    total = offsets(intervals.end_I - intervals.start_I)
     return total[intervals.offsets_B[1:]] - total[intervals.offsets_B[:-1]]
 
 
-def _offsets(counts: NDArray[np.int32] | NDArray[np.intp]) -> NDArray[np.int32]:
+def offsets(counts: NDArray[np.int32] | NDArray[np.intp]) -> NDArray[np.int32]:
     offsets = np.zeros(counts.size + 1, np.int32)
     np.cumsum(counts, out=offsets[1:])
     return offsets
@@ -368,18 +374,20 @@ def _by_falling(costs: NDArray[np.float64]) -> NDArray[np.int32]:
     return np.argsort(-costs, kind="stable").astype(np.int32)
 
 
-def _by_falling_in_groups(costs: NDArray[np.float64], groups: NDArray[np.intp]) -> NDArray[np.int32]:
-    """Groups one after the other, the one with the highest cost first; in a group by falling cost."""
+def _by_falling_in_groups(
+    costs: NDArray[np.float64], groups: NDArray[np.intp], heads: NDArray[np.intp]
+) -> NDArray[np.int32]:
+    """Groups one after the other, the one with the highest cost first; in a group head by head, by falling cost."""
     highest = np.zeros(groups.max(initial=-1) + 1)
     np.maximum.at(highest, groups, costs)
-    return np.lexsort((-costs, groups, -highest[groups])).astype(np.int32)
+    return np.lexsort((-costs, heads, groups, -highest[groups])).astype(np.int32)
 
 
 def _intervals_on_device(intervals: Intervals, plan: AttentionPlan) -> DeviceIntervals:
     return DeviceIntervals(
-        _on_device(intervals.offsets_B, plan), _on_device(intervals.start_I, plan), _on_device(intervals.end_I, plan)
+        on_device(intervals.offsets_B, plan), on_device(intervals.start_I, plan), on_device(intervals.end_I, plan)
     )
 
 
-def _on_device(values: NDArray[np.int32], plan: AttentionPlan) -> Tensor:
+def on_device(values: NDArray[np.integer[Any]], plan: AttentionPlan) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=plan.device)

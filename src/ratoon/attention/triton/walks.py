@@ -6,18 +6,27 @@ tile out of L2; the same tile at the same time would have them wait for each oth
 
 # Shape letters: I items, J intervals, P programs (an item of one key head each), B runs of tiles.
 
-import heapq
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.attention.plan import AttentionPlan
 from ratoon.attention.tiles import Intervals
-from ratoon.attention.triton.schedule import DeviceIntervals, KeyItems, KeySchedule, key_schedule, share_out
+from ratoon.attention.triton.schedule import (
+    DeviceIntervals,
+    KeyItems,
+    KeySchedule,
+    key_schedule,
+    lengths,
+    offsets,
+    on_device,
+    share_out,
+    starts,
+)
 
 CROWD = 48
 """Items of a segment that are too many for one tile. Fewer of them start at different times anyway."""
@@ -56,19 +65,19 @@ def build_key_walks(
 ) -> KeyWalks:
     """group_size: query heads of a key head. All else is of `build_key_schedule`."""
     items = share_out(plan, row_tile, key_tile, num_workers, num_kv_heads)
-    lengths_I, item_P = _lengths(items.full), items.work_P // num_kv_heads
+    lengths_I, item_P = lengths(items.full), items.work_P // num_kv_heads
     shift_P, turn_P = where_to_start(items, lengths_I, num_workers, num_kv_heads, group_size, walk)
     is_from_end = walk is not Walk.FROM_START
     return KeyWalks(
         items=key_schedule(items, plan),
         full=_list_by_program(items.full, item_P, lengths_I[item_P] - shift_P, is_from_end, plan),
-        partial=_list_by_program(items.partial, item_P, _lengths(items.partial)[item_P], is_from_end, plan),
-        turn_P=torch.tensor(turn_P, dtype=torch.int32, device=plan.device),
+        partial=_list_by_program(items.partial, item_P, lengths(items.partial)[item_P], is_from_end, plan),
+        turn_P=on_device(turn_P, plan),
     )
 
 
 def where_to_start(
-    items: KeyItems, lengths_I: NDArray[np.intp], num_workers: int, num_kv_heads: int, group_size: int, walk: Walk
+    items: KeyItems, lengths_I: NDArray[np.int32], num_workers: int, num_kv_heads: int, group_size: int, walk: Walk
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """([P] full tiles from the end that come last instead of first, less than `lengths_I`; [P] the first head)."""
     item_P, head_P = np.divmod(items.work_P, num_kv_heads)
@@ -83,14 +92,14 @@ def where_to_start(
     if walk is Walk.JOINING:
         crowd_P = items.segment_I[item_P] * num_kv_heads + head_P
         programs = np.flatnonzero(is_crowded_P)
-        starts = _starts(items.costs_I[item_P], num_workers)[programs]
-        shift_P[programs] += _behind_the_first(starts, crowd_P[programs], lengths_I[item_P[programs]])
+        start_times = starts(items.costs_I[item_P], num_workers)[programs]
+        shift_P[programs] += _behind_the_first(start_times, crowd_P[programs], lengths_I[item_P[programs]])
     shift_P = np.where(is_crowded_P, shift_P % np.maximum(lengths_I[item_P], 1), 0)
     return shift_P, turn_P
 
 
 def _behind_the_first(
-    starts: NDArray[np.float64], crowds: NDArray[np.intp], lengths: NDArray[np.intp]
+    starts: NDArray[np.float64], crowds: NDArray[np.intp], num_tiles: NDArray[np.int32]
 ) -> NDArray[np.intp]:
     """Tiles that a crowd's first program has visited when each of the others starts.
 
@@ -99,7 +108,7 @@ def _behind_the_first(
     first_start: dict[int, float] = {}
     tiles = np.zeros(starts.size, np.intp)
     for index, (start, crowd, length) in enumerate(
-        zip(starts.tolist(), crowds.tolist(), lengths.tolist(), strict=True)
+        zip(starts.tolist(), crowds.tolist(), num_tiles.tolist(), strict=True)
     ):
         behind = int(start - first_start.setdefault(crowd, start))
         if behind >= length:
@@ -108,41 +117,26 @@ def _behind_the_first(
     return tiles
 
 
-def _starts(costs_P: NDArray[np.float64], num_workers: int) -> NDArray[np.float64]:
-    """When each program starts, if whoever is free takes the next."""
-    free_at, starts = [0.0] * num_workers, []
-    for cost in costs_P.tolist():
-        starts.append(free_at[0])
-        heapq.heapreplace(free_at, free_at[0] + cost)
-    return np.array(starts)
-
-
 def _list_by_program(
-    intervals: Intervals, item_P: NDArray[np.int32], first_P: NDArray[np.intp], is_from_end: bool, plan: AttentionPlan
+    intervals: Intervals,
+    item_P: NDArray[np.int32],
+    first_P: NDArray[np.integer[Any]],
+    is_from_end: bool,
+    plan: AttentionPlan,
 ) -> DeviceIntervals:
     """first_P: an item's tiles before this one come first, then the others; from the end, both last tile first."""
-    first_tile_J = _cumulated(intervals.end_I - intervals.start_I)  # tiles are counted through all lists
+    first_tile_J = offsets(intervals.end_I - intervals.start_I)  # tiles are counted through all lists
     first_tile_I = first_tile_J[intervals.offsets_B]
     begin_P, end_P = first_tile_I[item_P], first_tile_I[item_P + 1]
     middle_P = begin_P + first_P
     from_B, to_B = (np.stack(bounds, 1).ravel() for bounds in ((begin_P, middle_P), (middle_P, end_P)))
     first_J = np.searchsorted(first_tile_J, from_B, side="right") - 1
     counts_B = np.where(from_B < to_B, np.searchsorted(first_tile_J, to_B, side="left") - first_J, 0)
-    offsets_B = _cumulated(counts_B)
+    offsets_B = offsets(counts_B)
     run = np.repeat(np.arange(counts_B.size), counts_B)
     index = np.arange(run.size) - offsets_B[run]
     interval = first_J[run] + (counts_B[run] - 1 - index if is_from_end else index)
     to_row_tile = intervals.start_I[interval] - first_tile_J[interval]
     start = np.maximum(first_tile_J[interval], from_B[run]) + to_row_tile
     end = np.minimum(first_tile_J[interval + 1], to_B[run]) + to_row_tile
-    tables = (torch.tensor(values, dtype=torch.int32, device=plan.device) for values in (offsets_B[::2], start, end))
-    return DeviceIntervals(*tables)
-
-
-def _lengths(intervals: Intervals) -> NDArray[np.intp]:
-    """[I] tiles of each list."""
-    return np.diff(_cumulated(intervals.end_I - intervals.start_I)[intervals.offsets_B])
-
-
-def _cumulated(counts: NDArray[np.int32] | NDArray[np.intp]) -> NDArray[np.intp]:
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.intp)
+    return DeviceIntervals(*(on_device(values, plan) for values in (offsets_B[::2], start, end)))

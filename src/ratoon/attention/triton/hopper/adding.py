@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ratoon.attention.triton.hopper.add_to_global import add_to_global
-from ratoon.attention.triton.hopper.keys import probabilities
+from ratoon.attention.triton.hopper.keys import copy_own_keys, copy_row_tile, probabilities
 from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, matrix, matrix_in_loop
 from ratoon.attention.triton.scores import LOG2E
 
@@ -291,17 +291,10 @@ def copy_rows(
             else:
                 head = kv_head * GROUP + step // length
                 first_row = (start + step % length) * BLOCK_M
-            stage = count % NUM_STAGES
-            mbarrier.wait(free.index(stage), ((count // NUM_STAGES) & 1) ^ 1)
-            bar = ready.index(stage)
-            num_bytes: gl.constexpr = (
-                q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * lse2_desc.block_type.nbytes
-            )
-            mbarrier.expect(bar, num_bytes)
-            tma.async_copy_global_to_shared(q_desc, [first_row, head, 0], bar, q_smem.index(stage))
-            tma.async_copy_global_to_shared(lse2_desc, [head, first_row], bar, lse2_smem.index(stage))
-            tma.async_copy_global_to_shared(dout_desc, [first_row, head, 0], bar, dout_smem.index(stage))
-            tma.async_copy_global_to_shared(means_desc, [head, first_row], bar, means_smem.index(stage))
+            copy_row_tile(
+                q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
+                first_row, head, count, NUM_STAGES,
+            )  # fmt: skip
             count += 1
     return count
 
@@ -316,11 +309,7 @@ def copy_keys_and_rows(
     FROM_END: gl.constexpr,
 ):  # fmt: skip
     """The copying warp."""
-    for group in gl.static_range(NUM_GROUPS):
-        first_key = tile * (BLOCK_N * NUM_GROUPS) + group * BLOCK_N
-        mbarrier.expect(own_ready.index(group), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, [first_key, kv_head, 0], own_ready.index(group), k_smem.index(group))
-        tma.async_copy_global_to_shared(v_desc, [first_key, kv_head, 0], own_ready.index(group), v_smem.index(group))
+    copy_own_keys(k_desc, v_desc, k_smem, v_smem, own_ready, tile, kv_head, BLOCK_N)
     count = copy_rows(
         q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
         partial_offsets_ptr, partial_start_ptr, partial_end_ptr, program, kv_head, first_turn, gl.to_tensor(0),

@@ -29,6 +29,33 @@ from ratoon.attention.triton.scores import LOG2E
 
 
 @gluon.jit
+def copy_row_tile(
+    q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
+    first_row, head, count, NUM_STAGES: gl.constexpr,
+):  # fmt: skip
+    """The count-th visiting tile, and its rows' terms, once the groups have left its stage."""
+    stage = count % NUM_STAGES
+    mbarrier.wait(free.index(stage), ((count // NUM_STAGES) & 1) ^ 1)
+    bar = ready.index(stage)
+    num_bytes: gl.constexpr = q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * lse2_desc.block_type.nbytes
+    mbarrier.expect(bar, num_bytes)
+    tma.async_copy_global_to_shared(q_desc, [first_row, head, 0], bar, q_smem.index(stage))
+    tma.async_copy_global_to_shared(lse2_desc, [head, first_row], bar, lse2_smem.index(stage))
+    tma.async_copy_global_to_shared(dout_desc, [first_row, head, 0], bar, dout_smem.index(stage))
+    tma.async_copy_global_to_shared(means_desc, [head, first_row], bar, means_smem.index(stage))
+
+
+@gluon.jit
+def copy_own_keys(k_desc, v_desc, k_smem, v_smem, own_ready, tile, kv_head, BLOCK_N: gl.constexpr):
+    """Keys and values of each group."""
+    for group in gl.static_range(NUM_GROUPS):
+        first_key = tile * (BLOCK_N * NUM_GROUPS) + group * BLOCK_N
+        mbarrier.expect(own_ready.index(group), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, [first_key, kv_head, 0], own_ready.index(group), k_smem.index(group))
+        tma.async_copy_global_to_shared(v_desc, [first_key, kv_head, 0], own_ready.index(group), v_smem.index(group))
+
+
+@gluon.jit
 def copy_visiting_rows(
     q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
     offsets_ptr, start_ptr, end_ptr, item, kv_head, count,
@@ -41,17 +68,10 @@ def copy_visiting_rows(
         for step in range(0, GROUP * length):
             head = kv_head * GROUP + step // length
             first_row = (start + step % length) * BLOCK_M
-            stage = count % NUM_STAGES
-            mbarrier.wait(free.index(stage), ((count // NUM_STAGES) & 1) ^ 1)
-            bar = ready.index(stage)
-            num_bytes: gl.constexpr = (
-                q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * lse2_desc.block_type.nbytes
-            )
-            mbarrier.expect(bar, num_bytes)
-            tma.async_copy_global_to_shared(q_desc, [first_row, head, 0], bar, q_smem.index(stage))
-            tma.async_copy_global_to_shared(lse2_desc, [head, first_row], bar, lse2_smem.index(stage))
-            tma.async_copy_global_to_shared(dout_desc, [first_row, head, 0], bar, dout_smem.index(stage))
-            tma.async_copy_global_to_shared(means_desc, [head, first_row], bar, means_smem.index(stage))
+            copy_row_tile(
+                q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
+                first_row, head, count, NUM_STAGES,
+            )  # fmt: skip
             count += 1
     return count
 
@@ -65,11 +85,7 @@ def copy_for_keys(
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: keys and values once, then rows of every head of the group."""
-    for group in gl.static_range(NUM_GROUPS):
-        first_key = tile * (BLOCK_N * NUM_GROUPS) + group * BLOCK_N
-        mbarrier.expect(own_ready.index(group), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, [first_key, kv_head, 0], own_ready.index(group), k_smem.index(group))
-        tma.async_copy_global_to_shared(v_desc, [first_key, kv_head, 0], own_ready.index(group), v_smem.index(group))
+    copy_own_keys(k_desc, v_desc, k_smem, v_smem, own_ready, tile, kv_head, BLOCK_N)
     count = copy_visiting_rows(
         q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
         partial_offsets_ptr, partial_start_ptr, partial_end_ptr,

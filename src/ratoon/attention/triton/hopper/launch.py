@@ -8,7 +8,6 @@
 from functools import cache
 from typing import cast
 
-import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -22,6 +21,7 @@ from ratoon.attention.triton.hopper.backward import backward_kernel
 from ratoon.attention.triton.hopper.backward_wide import backward_wide_kernel
 from ratoon.attention.triton.hopper.forward import forward_kernel
 from ratoon.attention.triton.hopper.forward_wide import forward_wide_kernel
+from ratoon.attention.triton.machine import machine_of
 from ratoon.attention.triton.schedule import KeySchedule, RowSchedule, build_row_work
 from ratoon.attention.triton.walks import KeyWalks
 
@@ -50,7 +50,7 @@ def forward(
             HAS_SINKS=sinks_H is not None, HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
         )  # fmt: skip
         return
-    num_workers = num_multiprocessors(q_THD.device)
+    num_workers = machine_of(q_THD.device).num_multiprocessors
     work = plan.schedule(
         build_row_work, blocks.forward_rows, blocks.forward_keys, Hq, num_workers,
         is_persistent=blocks.forward_is_persistent, is_by_tree=blocks.forward_by_tree,
@@ -58,7 +58,7 @@ def forward(
     )  # fmt: skip
     forward_kernel[(num_workers if blocks.forward_is_persistent else num_tiles * Hq,)](
         _tiles(q_THD, GROUP_ROWS), _tiles(k_THD, blocks.forward_keys), _tiles(v_THD, blocks.forward_keys),
-        _tiles(out_THD, GROUP_ROWS), _key_terms(schedule.key_terms, blocks.forward_keys),
+        _tiles(out_THD, GROUP_ROWS), _terms(schedule.key_terms, blocks.forward_keys),
         sinks_H, lse_HT, plan.positions_T, work.work_P, work.offsets_W, *schedule.full, *schedule.partial,
         lse_HT.stride(0), T, num_tiles, scoring.softmax_scale, plan.window,
         GROUP=Hq // k_THD.shape[1], BLOCK_M=GROUP_ROWS, BLOCK_N=blocks.forward_keys, NUM_STAGES=blocks.forward_stages,
@@ -95,9 +95,9 @@ def backward(
     backward_kernel[(num_items * Hkv + num_tiles * Hq,)](
         *(_tiles(x, blocks.item_rows) for x in (q_THD, dout_THD)),
         *(_tiles(x, GROUP_ROWS) for x in (k_THD, v_THD, dk_THD, dv_THD)),
-        *(_row_terms(x, blocks.item_rows) for x in (lse2_HT, means_HT)),
+        *(_terms(x, blocks.item_rows) for x in (lse2_HT, means_HT)),
         *(_tiles(x, blocks.keys) for x in (k_THD, v_THD)), _tiles(dq_THD, GROUP_ROWS),
-        _key_terms(rows.key_terms, blocks.keys),
+        _terms(rows.key_terms, blocks.keys),
         lse2_HT, means_HT, *parts, plan.expiry_T, plan.positions_T,
         items.work_P, items.tile_I, items.slot_I, *items.full, *items.partial,
         rows.tile_R, *rows.full, *rows.partial,
@@ -121,7 +121,7 @@ def backward_adding(
     adding_kernel[(items.work_P.shape[0],)](
         *(_tiles(x, item_rows) for x in (q_THD, dout_THD)),
         *(_tiles(x, GROUP_ROWS) for x in (k_THD, v_THD, dk_THD, dv_THD)),
-        _sums(sums_RHMD), *(_row_terms(x, item_rows) for x in (lse2_HT, means_HT)),
+        _sums(sums_RHMD), *(_terms(x, item_rows) for x in (lse2_HT, means_HT)),
         *parts, plan.expiry_T, plan.positions_T, items.work_P, items.tile_I, items.slot_I, walks.turn_P,
         *walks.full, *walks.partial, T, Hkv, scoring.softmax_scale, plan.window,
         GROUP=Hq // Hkv, D=D, BLOCK_M=item_rows, BLOCK_N=GROUP_ROWS, NUM_STAGES=item_stages, LAG=lag,
@@ -143,19 +143,10 @@ def _tile_layout(block: tuple[int, int, int]) -> gl.NVMMASharedLayout:
     return cast("gl.NVMMASharedLayout", gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16))
 
 
-def _row_terms(terms_HT: Tensor, num_rows: int) -> TensorDescriptor:
+def _terms(terms: Tensor, num_columns: int) -> TensorDescriptor:
+    """32-bit numbers of rows ([H, T]) or of keys ([2, keys]), some columns of one line."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(terms_HT, list(terms_HT.shape), list(terms_HT.stride()), [1, num_rows], layout)
-
-
-def _key_terms(terms: Tensor, num_keys: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(terms, list(terms.shape), list(terms.stride()), [1, num_keys], layout)
-
-
-@cache
-def num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return TensorDescriptor(terms, list(terms.shape), list(terms.stride()), [1, num_columns], layout)
 
 
 def _sums(sums_RHMD: Tensor) -> TensorDescriptor:
