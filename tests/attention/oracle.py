@@ -183,7 +183,8 @@ def assert_within_error_budget(attention: Callable[[Case], Tensor], case: Case, 
     """Largest and RMS error against float64: at most twice those of eager attention in the case's dtype.
 
     Each with a band of one rounding: of the largest entry, or of all terms that a sum over rows adds up. In float32 of
-    four, because the exponentials of a GPU are out by some.
+    four, on a GPU of eight: there an exponential is out by two, and of a log-sum-exp whose size is 8 a rounding is eight
+    times that of the exponential it is taken from, where eager attention subtracts scores that are near each other.
     """
     case64 = case.to(torch.float64, str(case.q_THD.device))
     exact = output_and_gradients(lambda case: dense_attention(case, mask_TT), case64)
@@ -197,7 +198,8 @@ def assert_within_error_budget(attention: Callable[[Case], Tensor], case: Case, 
         scales[4] = terms_TH.abs().sum(dim=0).max().item()
     for name, x, y, z, scale in zip(NAMES, ours, eager, exact, scales, strict=False):
         assert x.dtype == case.q_THD.dtype, f"{name} is {x.dtype}"
-        band = torch.finfo(x.dtype).eps * scale * (4 if x.dtype == torch.float32 else 1)
+        roundings = 1 if x.dtype != torch.float32 else 8 if x.is_cuda else 4
+        band = torch.finfo(x.dtype).eps * scale * roundings
         error, allowed = x.double() - z, y.double() - z
         for kind, size in (("largest", _largest), ("RMS", _rms)):
             got, most = size(error), 2 * size(allowed) + band

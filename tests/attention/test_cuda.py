@@ -443,5 +443,6 @@ def test_auto_takes_what_its_table_says():
         pytest.skip("the expectations are those of sm90")
     has_fa4 = any(status.name == "flash-fa4" and status.is_available for status in available_impls())
     assert resolve_impl(Shape().request).forward == ("flash-fa4" if has_fa4 else "triton")
-    for shape in (Shape(dims=(512, 512)), Shape(window=5), Shape(dtype=torch.float32)):
+    assert resolve_impl(Shape(window=5).request).kernels == "forward triton, backward triton-adding"
+    for shape in (Shape(dims=(512, 512)), Shape(dtype=torch.float32), Shape(window=5, deterministic=True)):
         assert resolve_impl(shape.request).kernels == "forward triton, backward triton"

@@ -39,12 +39,14 @@ def head_dims(head_dim: int, v_head_dim: int, capability: int) -> tuple[int, int
 def backward_head_dims(head_dim: int, v_head_dim: int, capability: int, *, one: bool) -> tuple[int, int]:
     """Of `head_dims`, the smallest pair that the backward kernels have. one: for queries, keys and values alike.
 
-    On 9 the sums of dq are laid out by multiples of 32: between them dq came out wrong (4.0.0b36).
+    On 9 the sums of dq are laid out by multiples of 32: between them dq came out wrong (4.0.0b36). Of unlike head dims
+    only (192, 128) has been seen to compile there: (64, 32) does not.
     """
+    if capability == 9:
+        head_dim, v_head_dim = round_up(head_dim, 32), round_up(v_head_dim, 32)
+        one = one or (head_dim, v_head_dim) != (192, 128)
     if one:
         v_head_dim = head_dim
-    if capability == 9:
-        return round_up(head_dim, 32), round_up(v_head_dim, 32)
     return head_dims(head_dim, v_head_dim, capability)
 
 
