@@ -183,8 +183,8 @@ def assert_within_error_budget(attention: Callable[[Case], Tensor], case: Case, 
     """Largest and RMS error against float64: at most twice those of eager attention in the case's dtype.
 
     Each with a band of one rounding: of the largest entry, or of all terms that a sum over rows adds up. In float32 of
-    four, on a GPU of eight: there an exponential is out by two, and of a log-sum-exp whose size is 8 a rounding is eight
-    times that of the exponential it is taken from, where eager attention subtracts scores that are near each other.
+    four, on a GPU of eight: an exponential is out by two there, and scores of size 8 less their log-sum-exp carry
+    eight times an exponential's rounding, where eager attention subtracts numbers that are near each other.
     """
     case64 = case.to(torch.float64, str(case.q_THD.device))
     exact = output_and_gradients(lambda case: dense_attention(case, mask_TT), case64)

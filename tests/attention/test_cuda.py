@@ -264,50 +264,75 @@ def errors_of_fa2() -> tuple[list[tuple[PackedLayout, Case, list[Tensor]]], "Err
 
 
 class Errors:
-    """Of out, dq, dk, dv, over all forests."""
+    """Of out, dq, dk, dv, in each forest."""
 
     def __init__(self) -> None:
-        self.largest = torch.zeros(4, dtype=torch.float64, device="cuda")
+        self._largest: list[Tensor] = []
         self._squares: list[Tensor] = []
 
     def add(self, results: list[Tensor], exact: list[Tensor]) -> None:
         errors = [(x.double() - z).abs() for x, z in zip(results, exact, strict=True)]
-        self.largest = torch.maximum(self.largest, torch.stack([error.max() for error in errors]))
+        self._largest.append(torch.stack([error.max() for error in errors]))
         self._squares.append(torch.stack([error.square().sum() for error in errors]))
 
+    def largest_over(self, others: "Errors") -> Tensor:
+        """The ratio of the largest errors of all forests: of one element each."""
+        return torch.stack(self._largest).amax(0) / torch.stack(others._largest).amax(0)
+
+    def mean_largest_over(self, others: "Errors") -> tuple[Tensor, Tensor]:
+        """The ratio of the means of the forests' largest errors, and its standard error."""
+        return _ratio(torch.stack(self._largest), torch.stack(others._largest))
+
     def rms_over(self, others: "Errors") -> tuple[Tensor, Tensor]:
-        """The ratio of RMS errors over the same forests, and its standard error by leaving out one forest at a time."""
-        ours, theirs = torch.stack(self._squares), torch.stack(others._squares)
-        without_one = ((ours.sum(0) - ours) / (theirs.sum(0) - theirs)).sqrt()
-        count = len(ours)
-        standard_error = ((count - 1) / count * (without_one - without_one.mean(0)).square().sum(0)).sqrt()
-        return (ours.sum(0) / theirs.sum(0)).sqrt(), standard_error
+        """The ratio of RMS errors over the same forests, and its standard error."""
+        ratio, standard_error = _ratio(torch.stack(self._squares), torch.stack(others._squares))
+        return ratio.sqrt(), standard_error / (2 * ratio.sqrt())
 
 
-ALLOWED = {"flash-fa2": (1.5, 1.1), "flash-fa3": (1.5, 1.1)}
-"""Parts of FA2's largest and RMS error. Levels are rounded to bf16 before they are merged: a rounding more.
-On an H200, torch 2.11: 1.36 and 1.08."""
+def _ratio(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+    """Of sums over forests, [forests, 4]; its standard error by leaving out one forest at a time (jackknife)."""
+    without_one = (ours.sum(0) - ours) / (theirs.sum(0) - theirs)
+    count = len(ours)
+    standard_error = ((count - 1) / count * (without_one - without_one.mean(0)).square().sum(0)).sqrt()
+    return ours.sum(0) / theirs.sum(0), standard_error
+
+
+ALLOWED = {"flash-fa2": (1.5, 1.1), "flash-fa3": (1.5, 1.1), "flash-fa4": (1.1, 1.1), "flex-fa4": (1.0, 1.002)}
+"""Parts of FA2's largest errors (mean of all forests) and RMS errors, 1 each for all others.
+
+Levels are rounded to bf16 before they are merged: a rounding more. flash-fa4's backward pass has levels, and its
+forward pass and flex-fa4's weigh tiles of 128 keys: of a tile's probabilities the largest so far is exact, and FA2's
+tiles are smaller. On an H200: flash-fa2 1.08; flash-fa4 1.002 in out, 1.07 in dq; flex-fa4 1.0017 in out.
+"""
 
 
 @pytest.mark.parametrize("impl", FAST_IMPLS)
 def test_errors_are_no_larger_than_those_of_replicated_fa2(impl: str):
-    """Largest and RMS, over 50 random forests taken together, of the output and of each gradient.
+    """Largest and RMS errors of 50 random forests, of the output and of each gradient.
 
-    Two kernels that round alike differ by chance: RMS errors by three standard errors at most.
+    Two kernels that round alike differ by chance, so three standard errors are allowed. The largest of all forests is
+    one element's, which one kernel rounds up and the other down: over five draws of inputs our kernels had 0.84 to 1.23
+    of FA2's for dq, 0.88 to 1.03 for out, where the mean of the forests' largest was 1.005 and 0.990 of FA2's.
     """
     need(impl, "flash-fa2")
     studied, of_fa2 = errors_of_fa2()
     ours = Errors()
     for layout, case, exact in studied:
         ours.add(output_and_gradients(attention_of(layout, impl), case), exact)
-    largest, (rms, chance) = ours.largest / of_fa2.largest, ours.rms_over(of_fa2)
+    largest, (mean_largest, chance), (rms, rms_chance) = (
+        ours.largest_over(of_fa2),
+        ours.mean_largest_over(of_fa2),
+        ours.rms_over(of_fa2),
+    )
     report = (
-        f"{impl}, parts of FA2's error in out, dq, dk, dv: largest {largest.tolist()}, RMS {rms.tolist()} "
-        f"(standard error {chance.tolist()})"
+        f"{impl}, parts of FA2's error in out, dq, dk, dv: largest {largest.tolist()}, mean of the forests' largest "
+        f"{mean_largest.tolist()} (standard error {chance.tolist()}), RMS {rms.tolist()} ({rms_chance.tolist()})"
     )
     print(f"\n{report}")
     allowed_largest, allowed_rms = ALLOWED.get(impl, (1.0, 1.0))
-    assert (largest <= allowed_largest).all() and (rms <= allowed_rms + 3 * chance).all(), report
+    assert (mean_largest <= allowed_largest + 3 * chance).all(), report
+    assert (rms <= allowed_rms + 3 * rms_chance).all(), report
+    assert (largest <= 1.5 * allowed_largest).all(), report
 
 
 @pytest.mark.parametrize("impl", ["auto", *(name for name, shape in SERVED if shape == "deterministic")])

@@ -54,22 +54,8 @@ class HopperBlocks:
     is_wide: bool = False
     """Both passes split the head dim between the groups: `forward_wide.py`, `backward_wide.py`."""
 
-    forward_is_persistent: bool = False
-    """The forward pass has a program for each multiprocessor, which walks a list of tiles of rows."""
-
-    forward_by_tree: bool = False
-    """In the forward pass tiles of one tree start one after the other: they read the same keys."""
-
-    forward_mixes_heads: bool = False
-    """Tiles of the forward pass's last heads start by falling cost, not head after head: all programs end together."""
-
-    forward_overlaps: bool = True
-    """A group of the forward pass multiplies probabilities while it weighs the next scores."""
-
-    @property
-    def forward_groups(self) -> int:
-        """Groups of four warps that own `GROUP_ROWS` rows each."""
-        return self.forward_rows // GROUP_ROWS
+    forward_row_stages: int = 2
+    """In the forward pass, 2: the next rows come while the last are read, where shared memory has room for them."""
 
 
 _SMALLEST = Blocks(16, 16, 4, 1, True, 16, 16, 16, 16, 4, 1)
@@ -102,7 +88,7 @@ _FLOAT32 = (
 HOPPER_BLOCKS = {
     64: HopperBlocks(128, 128, 2, 64, 128, 2, 128, 128, 2, 2),
     128: HopperBlocks(128, 128, 2, 64, 128, 3, 128, 64, 2, 2),
-    256: HopperBlocks(128, 64, 2, 64, 64, 2, 128, 64, 2, 1, items_by_role=True),
+    256: HopperBlocks(128, 64, 2, 64, 64, 2, 128, 64, 2, 1, items_by_role=True, forward_row_stages=1),
     512: HopperBlocks(64, 64, 1, 64, 64, 1, 64, 32, 1, 1, is_wide=True),
 }
 """By head dim, padded, of queries, keys and values alike: the calls that the kernels in `hopper` serve."""

@@ -22,8 +22,8 @@ from torch import Tensor
 from ratoon.attention.plan import AttentionPlan
 from ratoon.attention.tiles import Intervals, TileState, build_tile_map
 
-PARTIAL_COST = 1.4
-"""Time of a partial tile in full ones: the mask's loads and comparisons."""
+PARTIAL_COST = 1.2
+"""Time of a partial tile in full ones: the mask's comparisons."""
 
 START_COST = 1.5
 """Time in full tiles of what a tile of rows takes besides its keys: its own rows in, its output out."""
@@ -75,13 +75,13 @@ class RowSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowWork:
-    """Every head of every tile of rows, in the order in which they start."""
+    """Every head of every tile of rows, shared out to programs that each do several, one after the other."""
 
     work_P: Tensor
     """[P] int32, query head * R + tile of rows."""
 
-    offsets_W: Tensor | None
-    """[programs + 1] int32. Program w does work [offsets[w], offsets[w + 1]). None: a program for each piece."""
+    offsets_W: Tensor
+    """[programs + 1] int32. Program w does work [offsets[w], offsets[w + 1])."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -144,39 +144,19 @@ def build_row_schedule(plan: AttentionPlan, row_tile: int, key_tile: int) -> Row
     )
 
 
-def build_row_work(
-    plan: AttentionPlan,
-    row_tile: int,
-    key_tile: int,
-    num_heads: int,
-    num_workers: int,
-    *,
-    is_persistent: bool = False,
-    is_by_tree: bool = False,
-    mixes_heads: bool = False,
-) -> RowWork:
-    """is_persistent: a program for each worker, which gets what it is expected to be free for; else one for each piece.
+def build_row_work(plan: AttentionPlan, row_tile: int, key_tile: int, num_heads: int, num_workers: int) -> RowWork:
+    """Each worker's program gets what it is expected to be free for.
 
-    Head after head, each head's tiles by falling cost; is_by_tree: those of one tree one after the other, the costliest
-    tree first. mixes_heads: the last heads' tiles all by falling cost, so that no worker ends long after the others.
+    Head after head, each head's tiles by falling cost; the last heads' tiles all by falling cost, so that no worker
+    ends long after the others.
     """
     costs_R = plan.schedule(build_row_schedule, row_tile, key_tile).costs_R + START_COST
-    tree_R = _trees(plan)[::row_tile] if is_by_tree else np.zeros(costs_R.size, np.intp)
-    num_mixed = 0
-    if mixes_heads:
-        num_mixed = min(
-            math.ceil(MIXED_ITEMS * num_workers * costs_R.max(initial=0.0) / max(costs_R.sum(), 1.0)), num_heads
-        )
+    num_mixed = math.ceil(MIXED_ITEMS * num_workers * costs_R.max(initial=0.0) / max(costs_R.sum(), 1.0))
+    num_mixed = min(num_mixed, num_heads)
     heads = np.arange(num_heads, dtype=np.int32)[:, None] * costs_R.size
-    work_P = np.concatenate(
-        [
-            (heads[: num_heads - num_mixed] + _by_falling_in_groups(costs_R, tree_R, np.zeros_like(tree_R))).ravel(),
-            (heads[num_heads - num_mixed :] + _by_falling(costs_R)).T.ravel(),
-        ]
-    )
-    if not is_persistent:
-        return RowWork(work_P=on_device(work_P, plan), offsets_W=None)
-    worker_P = _first_free(costs_R[work_P % costs_R.size], num_workers)
+    work_HR = heads + _by_falling(costs_R)
+    work_P = np.concatenate([work_HR[: num_heads - num_mixed].ravel(), work_HR[num_heads - num_mixed :].T.ravel()])
+    worker_P = _first_free(costs_R[work_P % max(costs_R.size, 1)], num_workers)
     return RowWork(
         work_P=on_device(work_P[np.argsort(worker_P, kind="stable")], plan),
         offsets_W=on_device(offsets(np.bincount(worker_P, minlength=num_workers)), plan),
@@ -320,16 +300,6 @@ def _first_free(costs_P: NDArray[np.float64], num_workers: int) -> NDArray[np.in
         heapq.heapreplace(busy_until, (time + cost, worker))
         worker_P[index] = worker
     return worker_P
-
-
-def _trees(plan: AttentionPlan) -> NDArray[np.intp]:
-    """[T] the root of each row's segment."""
-    layout = plan.layout
-    roots_S = np.arange(layout.segment_parent.size)
-    for segment, parent in enumerate(layout.segment_parent.tolist()):  # a parent comes before its children
-        if parent >= 0:
-            roots_S[segment] = roots_S[parent]
-    return np.repeat(roots_S, np.diff(layout.segment_offsets))
 
 
 def _key_terms(plan: AttentionPlan, key_tile: int) -> NDArray[np.int32]:

@@ -1,21 +1,16 @@
-"""The forward kernel for Hopper, in Gluon: a warp copies tiles, and groups of four warps own 64 rows each.
+"""The forward kernel for Hopper, in Gluon: a warp copies tiles, and two groups of four warps own 64 rows each.
 
-Two groups overlap with themselves, which is FlashAttention-3's schedule (section 3.2): while the tensor cores multiply
-probabilities by values, the scores of the next tile are already queued behind them, and the group weighs the last
-scores. The two groups drift apart, so that one multiplies while the other takes exponentials.
+FlashAttention-3's schedule (section 3.2): while the tensor cores multiply probabilities by values, the scores of the
+next tile are already queued behind them, and the group weighs the last scores. The two groups drift apart, so
+that one multiplies while the other takes exponentials.
 
-Three groups read every tile of keys for half as many rows again, with 160 registers a thread. They overlap with
-themselves if probabilities wait in shared memory. Otherwise each does one product at a time, and while it takes
-exponentials the other two multiply.
-
-A program that is persistent walks a list of tiles of rows. Its copying warp is ahead of the groups: the next rows and
+Programs are persistent: each walks a list of tiles of rows. Its copying warp is ahead of the groups: the next rows and
 their first keys are there when a group has written its last ones.
 """
 
 # Gluon's functions are typed for its compiler, not for who reads a call.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
-# pyright: reportPossiblyUnboundVariable=false
 
 # Shape letters: T rows, H heads (Hq query, Hkv key and value), D head dim, E value head dim,
 # M rows of a group, N keys of a tile.
@@ -31,12 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ratoon.attention.triton.hopper.warps import (
+    NUM_GROUPS,
     allocate,
     barriers,
     copy_tile,
     matrix,
     matrix_in_loop,
-    may_read,
     rounded_in_pairs,
     stay_before,
     where_less,
@@ -46,16 +41,17 @@ from ratoon.attention.triton.scores import LN2, LOG2E
 
 @gluon.jit
 def copy_rows(
-    q_desc, q_smem, q_ready, q_free, tile, head, item, BLOCK_M: gl.constexpr, NUM_GROUPS: gl.constexpr,
-    IS_PERSISTENT: gl.constexpr,
+    q_desc, q_smem, q_ready, q_free, tile, head, item, BLOCK_M: gl.constexpr, NUM_ROW_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The rows of the item-th tile that the program owns."""
+    first = item % NUM_ROW_STAGES * NUM_GROUPS
     for group in gl.static_range(NUM_GROUPS):
-        if IS_PERSISTENT:
-            mbarrier.wait(q_free.index(group), (item & 1) ^ 1)
-        mbarrier.expect(q_ready.index(group), q_desc.block_type.nbytes)
-        first_row = tile * (BLOCK_M * NUM_GROUPS) + group * BLOCK_M
-        tma.async_copy_global_to_shared(q_desc, [first_row, head, 0], q_ready.index(group), q_smem.index(group))
+        mbarrier.wait(q_free.index(first + group), ((item // NUM_ROW_STAGES) & 1) ^ 1)
+        mbarrier.expect(q_ready.index(first + group), q_desc.block_type.nbytes)
+        first_row = (tile * NUM_GROUPS + group) * BLOCK_M
+        tma.async_copy_global_to_shared(
+            q_desc, [first_row, head, 0], q_ready.index(first + group), q_smem.index(first + group)
+        )
 
 
 @gluon.jit
@@ -76,88 +72,38 @@ def copy_partial_tile(
 
 
 @gluon.jit
-def copy_item(
-    q_desc, k_desc, v_desc, terms_desc, q_smem, k_smem, v_smem, terms_smem,
-    q_ready, q_free, k_ready, k_free, v_ready, v_free,
-    full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-    tile, head, kv_head, item, count,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr, NUM_GROUPS: gl.constexpr,
-    IS_PERSISTENT: gl.constexpr, HAS_WINDOW: gl.constexpr,
-):  # fmt: skip
-    """Rows once, then keys and values in the order in which the groups read them. Returns the count of tiles."""
-    if not IS_PERSISTENT:
-        copy_rows(q_desc, q_smem, q_ready, q_free, tile, head, item, BLOCK_M, NUM_GROUPS, IS_PERSISTENT)
-    first = count
-    for interval in range(gl.load(partial_offsets_ptr + tile), gl.load(partial_offsets_ptr + tile + 1)):
-        for key_tile in range(gl.load(partial_start_ptr + interval), gl.load(partial_end_ptr + interval)):
-            copy_partial_tile(
-                k_desc, terms_desc, k_smem, terms_smem, k_ready, k_free, key_tile * BLOCK_N, kv_head, count,
-                NUM_STAGES, HAS_WINDOW,
-            )  # fmt: skip
-            # The first keys may find their place free before the rows do.
-            if IS_PERSISTENT:  # noqa: SIM102 - the compiler decides this one, the program the other
-                if count == first:
-                    copy_rows(q_desc, q_smem, q_ready, q_free, tile, head, item, BLOCK_M, NUM_GROUPS, IS_PERSISTENT)
-            copy_tile(v_desc, v_smem, v_ready, v_free, key_tile * BLOCK_N, kv_head, count, NUM_STAGES)
-            count += 1
-    for interval in range(gl.load(full_offsets_ptr + tile), gl.load(full_offsets_ptr + tile + 1)):
-        for key_tile in range(gl.load(full_start_ptr + interval), gl.load(full_end_ptr + interval)):
-            copy_tile(k_desc, k_smem, k_ready, k_free, key_tile * BLOCK_N, kv_head, count, NUM_STAGES)
-            copy_tile(v_desc, v_smem, v_ready, v_free, key_tile * BLOCK_N, kv_head, count, NUM_STAGES)
-            count += 1
-    return count
-
-
-@gluon.jit
 def copy_tiles(
     q_desc, k_desc, v_desc, terms_desc, q_smem, k_smem, v_smem, terms_smem,
     q_ready, q_free, k_ready, k_free, v_ready, v_free,
     work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
     partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
     num_tiles, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-    NUM_GROUPS: gl.constexpr, IS_PERSISTENT: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    NUM_ROW_STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp."""
-    if IS_PERSISTENT:
-        first_work = gl.load(work_offsets_ptr + gl.program_id(0))
-        count = gl.to_tensor(0)
-        for index in range(first_work, gl.load(work_offsets_ptr + gl.program_id(0) + 1)):
-            work = gl.load(work_ptr + index)
-            count = copy_item(
-                q_desc, k_desc, v_desc, terms_desc, q_smem, k_smem, v_smem, terms_smem,
-                q_ready, q_free, k_ready, k_free, v_ready, v_free,
-                full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                work % num_tiles, work // num_tiles, work // num_tiles // GROUP, index - first_work, count,
-                BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_WINDOW,
-            )  # fmt: skip
-    else:
-        work = gl.load(work_ptr + gl.program_id(0))
-        copy_item(
-            q_desc, k_desc, v_desc, terms_desc, q_smem, k_smem, v_smem, terms_smem,
-            q_ready, q_free, k_ready, k_free, v_ready, v_free,
-            full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-            work % num_tiles, work // num_tiles, work // num_tiles // GROUP, 0, gl.to_tensor(0),
-            BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_WINDOW,
-        )  # fmt: skip
-
-
-@gluon.jit
-def mask_products(
-    products, key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, window,
-    SCORES: gl.constexpr, BLOCK_N: gl.constexpr, HAS_WINDOW: gl.constexpr,
-):  # fmt: skip
-    """`is_read` of scores.py, for products [M, N]."""
-    keys = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-    expiry = gl.load(expiry_ptr + keys, mask=keys < T, other=0)
-    lifetime = gl.maximum(expiry - keys, 0)
-    key_positions = keys
-    if HAS_WINDOW:
-        key_positions = gl.load(positions_ptr + keys, mask=keys < T, other=0)
-    allowed = may_read(
-        rows[:, None], keys[None, :], lifetime[None, :],
-        row_positions[:, None], key_positions[None, :], window, HAS_WINDOW,
-    )  # fmt: skip
-    return gl.where(allowed, products, -float("inf"))
+    """The copying warp: for each piece of work its rows, and keys and values in the order in which groups read them."""
+    first_work = gl.load(work_offsets_ptr + gl.program_id(0))
+    count = gl.to_tensor(0)
+    for index in range(first_work, gl.load(work_offsets_ptr + gl.program_id(0) + 1)):
+        work = gl.load(work_ptr + index)
+        tile, head = work % num_tiles, work // num_tiles
+        kv_head = head // GROUP
+        first = count
+        for interval in range(gl.load(partial_offsets_ptr + tile), gl.load(partial_offsets_ptr + tile + 1)):
+            for key_tile in range(gl.load(partial_start_ptr + interval), gl.load(partial_end_ptr + interval)):
+                copy_partial_tile(
+                    k_desc, terms_desc, k_smem, terms_smem, k_ready, k_free, key_tile * BLOCK_N, kv_head, count,
+                    NUM_STAGES, HAS_WINDOW,
+                )  # fmt: skip
+                # The first keys may find their place free before the rows do.
+                if count == first:
+                    copy_rows(q_desc, q_smem, q_ready, q_free, tile, head, index - first_work, BLOCK_M, NUM_ROW_STAGES)
+                copy_tile(v_desc, v_smem, v_ready, v_free, key_tile * BLOCK_N, kv_head, count, NUM_STAGES)
+                count += 1
+        for interval in range(gl.load(full_offsets_ptr + tile), gl.load(full_offsets_ptr + tile + 1)):
+            for key_tile in range(gl.load(full_start_ptr + interval), gl.load(full_end_ptr + interval)):
+                copy_tile(k_desc, k_smem, k_ready, k_free, key_tile * BLOCK_N, kv_head, count, NUM_STAGES)
+                copy_tile(v_desc, v_smem, v_ready, v_free, key_tile * BLOCK_N, kv_head, count, NUM_STAGES)
+                count += 1
 
 
 @gluon.jit
@@ -165,7 +111,7 @@ def mask_by_terms(
     products, terms_smem, stage, key_tile, rows, row_positions, window,
     SCORES: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """`mask_products`, with lifetimes (and positions) that came with the keys.
+    """`is_read` of scores.py for products [M, N], with lifetimes (and positions) that came with the keys.
 
     Rows are counted from the tile's first key, so that no difference of a row and a key outlives the tile.
     """
@@ -222,24 +168,21 @@ def store_lse(lse_ptr, highest, total, excess, rows, head, stride_lh, T, softmax
 
 @gluon.jit
 def attend_tile(
-    q_smem, own, k_smem, v_smem, terms_smem, probs_smem, k_ready, k_free, v_ready, v_free,
+    q_smem, row_stage, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free,
     count, probs, out, highest, total, excess, key_tile, rows, row_positions, factor, window,
     SCORES: gl.constexpr, OUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-    PROBS_IN_MEMORY: gl.constexpr, IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Queues this tile's q.k, then the last tile's probs.v behind it; weighs the former while the latter runs."""
     stage = count % NUM_STAGES
     mbarrier.wait(k_ready.index(stage), (count // NUM_STAGES) & 1)
-    k = matrix(k_smem, stage)
+    q, k = matrix_in_loop(q_smem, row_stage, count), matrix(k_smem, stage)
     none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
-    products = warpgroup_mma(matrix_in_loop(q_smem, own, count), k.permute([1, 0]), none, use_acc=False, is_async=True)
+    products = warpgroup_mma(q, k.permute([1, 0]), none, use_acc=False, is_async=True)
     last_stage = (count - 1) % NUM_STAGES
     mbarrier.wait(v_ready.index(last_stage), ((count - 1) // NUM_STAGES) & 1)
     v = matrix(v_smem, last_stage)
-    if PROBS_IN_MEMORY:
-        out = warpgroup_mma(matrix_in_loop(probs_smem, own, count), v, out, is_async=True)
-    else:
-        out = warpgroup_mma(probs, v, out, is_async=True)
+    out = warpgroup_mma(probs, v, out, is_async=True)
     products = warpgroup_mma_wait(1, deps=[products])
     if IS_PARTIAL:
         products = mask_by_terms(
@@ -250,77 +193,35 @@ def attend_tile(
         products, highest, total, excess, factor, v_smem.dtype, IS_PARTIAL
     )
     # The product reads the old probs until it is waited for.
-    if PROBS_IN_MEMORY:
-        total = stay_before(total)
-        out = warpgroup_mma_wait(0, deps=[out])
-        mbarrier.arrive(v_free.index(last_stage))
-        matrix_in_loop(probs_smem, own, count).store(new_probs)
-        fence_async_shared()
-        new_probs = probs
-    else:
-        new_probs = gl.convert_layout(new_probs, gl.DotOperandLayout(0, OUT, 2))
-        total = stay_before(total)
-        out, _ = warpgroup_mma_wait(0, deps=[out, probs])
-        mbarrier.arrive(v_free.index(last_stage))
+    new_probs = gl.convert_layout(new_probs, gl.DotOperandLayout(0, OUT, 2))
+    total = stay_before(total)
+    out, _ = warpgroup_mma_wait(0, deps=[out, probs])
+    mbarrier.arrive(v_free.index(last_stage))
     out = out * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
     return new_probs, out, highest, total, excess
 
 
 @gluon.jit
-def attend_tile_in_turn(
-    q_smem, own, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free,
-    count, out, highest, total, excess, key_tile, rows, row_positions, factor, window,
-    SCORES: gl.constexpr, OUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-    IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
-):  # fmt: skip
-    """One product after the other: probabilities take the registers of the products that they are made of."""
-    stage = count % NUM_STAGES
-    parity = (count // NUM_STAGES) & 1
-    mbarrier.wait(k_ready.index(stage), parity)
-    k = matrix(k_smem, stage)
-    none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
-    products = warpgroup_mma(matrix_in_loop(q_smem, own, count), k.permute([1, 0]), none, use_acc=False, is_async=True)
-    products = warpgroup_mma_wait(0, deps=[products])
-    if IS_PARTIAL:
-        products = mask_by_terms(
-            products, terms_smem, stage, key_tile, rows, row_positions, window, SCORES, BLOCK_N, NUM_STAGES, HAS_WINDOW
-        )
-    mbarrier.arrive(k_free.index(stage))
-    probs, shrink, highest, total, excess = weigh(products, highest, total, excess, factor, v_smem.dtype, IS_PARTIAL)
-    probs = gl.convert_layout(probs, gl.DotOperandLayout(0, OUT, 2))
-    out = out * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
-    mbarrier.wait(v_ready.index(stage), parity)
-    v = matrix(v_smem, stage)
-    out = warpgroup_mma(probs, v, out, is_async=True)
-    out, _ = warpgroup_mma_wait(0, deps=[out, probs])
-    mbarrier.arrive(v_free.index(stage))
-    return out, highest, total, excess
-
-
-@gluon.jit
 def attend_item(
-    sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem, probs_smem,
+    sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem,
     q_free, k_ready, k_free, v_ready, v_free,
     full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-    tile, head, count, stride_lh, T, softmax_scale, window,
+    tile, head, item, count, stride_lh, T, softmax_scale, window,
     GROUP_INDEX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_E: gl.constexpr,
-    NUM_STAGES: gl.constexpr, NUM_GROUPS: gl.constexpr, OVERLAPS: gl.constexpr, FREES_ROWS: gl.constexpr,
-    HAS_SINKS: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    NUM_STAGES: gl.constexpr, NUM_ROW_STAGES: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """64 rows, which are there, against every tile of their lists, partial ones first: the output [M, E], and count."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_E, 16])
-    PROBS_IN_MEMORY: gl.constexpr = OVERLAPS and NUM_GROUPS == 3
     factor = softmax_scale * LOG2E
-    if OVERLAPS:
-        # The first tile, which is partial: a tile of rows always meets the diagonal.
-        stage = count % NUM_STAGES
-        mbarrier.wait(k_ready.index(stage), (count // NUM_STAGES) & 1)
-        q, k = matrix_in_loop(q_smem, GROUP_INDEX, count), matrix(k_smem, stage)
-        none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
-        products = warpgroup_mma(q, k.permute([1, 0]), none, use_acc=False, is_async=True)
-    rows = tile * (BLOCK_M * NUM_GROUPS) + GROUP_INDEX * BLOCK_M
-    rows = rows + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
+    row_stage = item % NUM_ROW_STAGES * NUM_GROUPS + GROUP_INDEX
+    # The first tile, which is partial: a tile of rows always meets the diagonal.
+    stage = count % NUM_STAGES
+    mbarrier.wait(k_ready.index(stage), (count // NUM_STAGES) & 1)
+    q, k = matrix_in_loop(q_smem, row_stage, count), matrix(k_smem, stage)
+    none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
+    products = warpgroup_mma(q, k.permute([1, 0]), none, use_acc=False, is_async=True)
+    rows = (tile * NUM_GROUPS + GROUP_INDEX) * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
     row_positions = rows
     if HAS_WINDOW:
         row_positions = gl.load(positions_ptr + rows, mask=rows < T, other=0)
@@ -328,131 +229,84 @@ def attend_item(
     out = gl.zeros([BLOCK_M, BLOCK_E], gl.float32, OUT)
     first_interval = gl.load(partial_offsets_ptr + tile)
     first_tile = gl.load(partial_start_ptr + first_interval)
-
-    if OVERLAPS:
-        products = warpgroup_mma_wait(0, deps=[products])
-        products = mask_by_terms(
-            products, terms_smem, stage, first_tile, rows, row_positions, window, SCORES, BLOCK_N, NUM_STAGES,
-            HAS_WINDOW,
-        )  # fmt: skip
-        mbarrier.arrive(k_free.index(stage))
-        probs, _, highest, total, excess = weigh(products, highest, total, excess, factor, v_smem.dtype, True)
-        if PROBS_IN_MEMORY:
-            tma.store_wait(0)  # the last output has left from there
-            matrix(probs_smem, GROUP_INDEX).store(probs)
-            fence_async_shared()
-            probs = gl.to_tensor(0)  # in name only
-        else:
-            probs = gl.convert_layout(probs, gl.DotOperandLayout(0, OUT, 2))
-        count += 1
+    if NUM_ROW_STAGES > 1:
+        # By now the last output has left, and rows can come where it was.
+        tma.store_wait(0)
+        if item > 0:
+            mbarrier.arrive(q_free.index((item - 1) % NUM_ROW_STAGES * NUM_GROUPS + GROUP_INDEX))
+    products = warpgroup_mma_wait(0, deps=[products])
+    products = mask_by_terms(
+        products, terms_smem, stage, first_tile, rows, row_positions, window, SCORES, BLOCK_N, NUM_STAGES, HAS_WINDOW
+    )
+    mbarrier.arrive(k_free.index(stage))
+    probs, _, highest, total, excess = weigh(products, highest, total, excess, factor, v_smem.dtype, True)
+    probs = gl.convert_layout(probs, gl.DotOperandLayout(0, OUT, 2))
+    count += 1
 
     for interval in range(first_interval, gl.load(partial_offsets_ptr + tile + 1)):
         start = gl.load(partial_start_ptr + interval)
-        if OVERLAPS:
-            start = gl.where(interval == first_interval, start + 1, start)
+        start = gl.where(interval == first_interval, start + 1, start)
         for key_tile in range(start, gl.load(partial_end_ptr + interval)):
-            if OVERLAPS:
-                probs, out, highest, total, excess = attend_tile(
-                    q_smem, GROUP_INDEX, k_smem, v_smem, terms_smem, probs_smem, k_ready, k_free, v_ready, v_free,
-                    count, probs, out, highest, total, excess, key_tile, rows, row_positions, factor, window,
-                    SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, PROBS_IN_MEMORY, True, HAS_WINDOW,
-                )  # fmt: skip
-            else:
-                out, highest, total, excess = attend_tile_in_turn(
-                    q_smem, GROUP_INDEX, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free,
-                    count, out, highest, total, excess, key_tile, rows, row_positions, factor, window,
-                    SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, True, HAS_WINDOW,
-                )  # fmt: skip
+            probs, out, highest, total, excess = attend_tile(
+                q_smem, row_stage, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free,
+                count, probs, out, highest, total, excess, key_tile, rows, row_positions, factor, window,
+                SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, True, HAS_WINDOW,
+            )  # fmt: skip
             count += 1
     for interval in range(gl.load(full_offsets_ptr + tile), gl.load(full_offsets_ptr + tile + 1)):
         for key_tile in range(gl.load(full_start_ptr + interval), gl.load(full_end_ptr + interval)):
-            if OVERLAPS:
-                probs, out, highest, total, excess = attend_tile(
-                    q_smem, GROUP_INDEX, k_smem, v_smem, terms_smem, probs_smem, k_ready, k_free, v_ready, v_free,
-                    count, probs, out, highest, total, excess, key_tile, rows, row_positions, factor, window,
-                    SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, PROBS_IN_MEMORY, False, HAS_WINDOW,
-                )  # fmt: skip
-            else:
-                out, highest, total, excess = attend_tile_in_turn(
-                    q_smem, GROUP_INDEX, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free,
-                    count, out, highest, total, excess, key_tile, rows, row_positions, factor, window,
-                    SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, False, HAS_WINDOW,
-                )  # fmt: skip
+            probs, out, highest, total, excess = attend_tile(
+                q_smem, row_stage, k_smem, v_smem, terms_smem, k_ready, k_free, v_ready, v_free,
+                count, probs, out, highest, total, excess, key_tile, rows, row_positions, factor, window,
+                SCORES, OUT, BLOCK_M, BLOCK_N, NUM_STAGES, False, HAS_WINDOW,
+            )  # fmt: skip
             count += 1
 
-    if FREES_ROWS:
-        mbarrier.arrive(q_free.index(GROUP_INDEX))
-    if OVERLAPS:
-        last_stage = (count - 1) % NUM_STAGES
-        mbarrier.wait(v_ready.index(last_stage), ((count - 1) // NUM_STAGES) & 1)
-        v = matrix(v_smem, last_stage)
-        if PROBS_IN_MEMORY:
-            out = warpgroup_mma(matrix_in_loop(probs_smem, GROUP_INDEX, count), v, out, is_async=True)
-            out = warpgroup_mma_wait(0, deps=[out])
-        else:
-            out = warpgroup_mma(probs, v, out, is_async=True)
-            out, _ = warpgroup_mma_wait(0, deps=[out, probs])
-        mbarrier.arrive(v_free.index(last_stage))
+    last_stage = (count - 1) % NUM_STAGES
+    mbarrier.wait(v_ready.index(last_stage), ((count - 1) // NUM_STAGES) & 1)
+    out = warpgroup_mma(probs, matrix(v_smem, last_stage), out, is_async=True)
+    out, _ = warpgroup_mma_wait(0, deps=[out, probs])
+    mbarrier.arrive(v_free.index(last_stage))
     divisor = store_lse(lse_ptr, highest, total, excess, rows, head, stride_lh, T, softmax_scale)
     return out / gl.convert_layout(divisor, gl.SliceLayout(1, OUT))[:, None], count
 
 
 @gluon.jit
 def attend_rows(
-    out_desc, sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem, probs_smem, out_smem,
+    out_desc, sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem,
     q_ready, q_free, k_ready, k_free, v_ready, v_free,
     work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
     partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
     num_tiles, stride_lh, T, softmax_scale, window,
     GROUP_INDEX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-    NUM_GROUPS: gl.constexpr, OVERLAPS: gl.constexpr, IS_PERSISTENT: gl.constexpr, HAS_OUT_TILES: gl.constexpr,
-    HAS_SINKS: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    NUM_ROW_STAGES: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """A group of four warps: 64 rows of each tile that the program owns."""
+    """A group of four warps: 64 rows of each tile that the program owns. Outputs leave from where the rows were."""
     BLOCK_E: gl.constexpr = out_desc.block_type.shape[2]
-    FREES_ROWS: gl.constexpr = IS_PERSISTENT and HAS_OUT_TILES
-    if IS_PERSISTENT:
-        first_work = gl.load(work_offsets_ptr + gl.program_id(0))
-        last_work = gl.load(work_offsets_ptr + gl.program_id(0) + 1)
-        count = gl.to_tensor(0)
-        next_work = gl.load(work_ptr + first_work, mask=first_work < last_work, other=0)
-        for index in range(first_work, last_work):
-            tile, head = next_work % num_tiles, next_work // num_tiles
-            next_work = gl.load(work_ptr + index + 1, mask=index + 1 < last_work, other=0)
-            mbarrier.wait(q_ready.index(GROUP_INDEX), (index - first_work) & 1)
-            out, count = attend_item(
-                sinks_ptr, lse_ptr, positions_ptr,
-                q_smem, k_smem, v_smem, terms_smem, probs_smem, q_free, k_ready, k_free, v_ready, v_free,
-                full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                tile, head, count, stride_lh, T, softmax_scale, window,
-                GROUP_INDEX, BLOCK_M, BLOCK_N, BLOCK_E, NUM_STAGES, NUM_GROUPS, OVERLAPS, FREES_ROWS,
-                HAS_SINKS, HAS_WINDOW,
-            )  # fmt: skip
-            if HAS_OUT_TILES:
-                tma.store_wait(0)  # the last output has left
-            first_row = tile * (BLOCK_M * NUM_GROUPS) + GROUP_INDEX * BLOCK_M
-            matrix(out_smem, GROUP_INDEX).store(out.to(out_smem.dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [first_row, head, 0], out_smem.index(GROUP_INDEX))
-            if not HAS_OUT_TILES:
-                tma.store_wait(0)
-                mbarrier.arrive(q_free.index(GROUP_INDEX))
-    else:
-        work = gl.load(work_ptr + gl.program_id(0))
-        tile, head = work % num_tiles, work // num_tiles
-        mbarrier.wait(q_ready.index(GROUP_INDEX), 0)
-        out, _ = attend_item(
+    first_work = gl.load(work_offsets_ptr + gl.program_id(0))
+    last_work = gl.load(work_offsets_ptr + gl.program_id(0) + 1)
+    count = gl.to_tensor(0)
+    next_work = gl.load(work_ptr + first_work, mask=first_work < last_work, other=0)
+    for index in range(first_work, last_work):
+        item = index - first_work
+        tile, head = next_work % num_tiles, next_work // num_tiles
+        next_work = gl.load(work_ptr + index + 1, mask=index + 1 < last_work, other=0)
+        row_stage = item % NUM_ROW_STAGES * NUM_GROUPS + GROUP_INDEX
+        mbarrier.wait(q_ready.index(row_stage), (item // NUM_ROW_STAGES) & 1)
+        out, count = attend_item(
             sinks_ptr, lse_ptr, positions_ptr,
-            q_smem, k_smem, v_smem, terms_smem, probs_smem, q_free, k_ready, k_free, v_ready, v_free,
+            q_smem, k_smem, v_smem, terms_smem, q_free, k_ready, k_free, v_ready, v_free,
             full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-            tile, head, gl.to_tensor(0), stride_lh, T, softmax_scale, window,
-            GROUP_INDEX, BLOCK_M, BLOCK_N, BLOCK_E, NUM_STAGES, NUM_GROUPS, OVERLAPS, FREES_ROWS,
-                HAS_SINKS, HAS_WINDOW,
+            tile, head, item, count, stride_lh, T, softmax_scale, window,
+            GROUP_INDEX, BLOCK_M, BLOCK_N, BLOCK_E, NUM_STAGES, NUM_ROW_STAGES, HAS_SINKS, HAS_WINDOW,
         )  # fmt: skip
-        first_row = tile * (BLOCK_M * NUM_GROUPS) + GROUP_INDEX * BLOCK_M
-        matrix(out_smem, GROUP_INDEX).store(out.to(out_smem.dtype))
+        matrix(q_smem, row_stage).store(out.to(q_smem.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [first_row, head, 0], out_smem.index(GROUP_INDEX))
+        first_row = (tile * NUM_GROUPS + GROUP_INDEX) * BLOCK_M
+        tma.async_copy_shared_to_global(out_desc, [first_row, head, 0], q_smem.index(row_stage))
+        if NUM_ROW_STAGES == 1:
+            tma.store_wait(0)
+            mbarrier.arrive(q_free.index(GROUP_INDEX))
     tma.store_wait(0)
 
 
@@ -462,106 +316,46 @@ def forward_kernel(
     full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
     stride_lh, T, num_tiles, softmax_scale, window,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-    NUM_GROUPS: gl.constexpr, OVERLAPS: gl.constexpr, IS_PERSISTENT: gl.constexpr, HAS_OUT_TILES: gl.constexpr,
-    HAS_SINKS: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    NUM_ROW_STAGES: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """A program owns NUM_GROUPS * BLOCK_M rows of one head, or a list of such. The value head dim is the query's.
+    """Program p does pieces of work [offsets[p], offsets[p + 1]): 2 * BLOCK_M rows of one head each.
 
-    Work is head * num_tiles + tile. IS_PERSISTENT: program p does pieces [offsets[p], offsets[p + 1]); else piece p.
-    HAS_OUT_TILES: outputs do not leave from the rows' memory, so that the next rows can come in at the same time.
-    OVERLAPS: the groups overlap with themselves; three have their probabilities in shared memory then.
+    Work is head * num_tiles + tile. The value head dim is the query's. NUM_ROW_STAGES: 2 where shared memory has room
+    for the next rows beside those that are read; 1: they come once the output has left from there.
     """
-    q_smem, k_smem, v_smem = allocate(q_desc, NUM_GROUPS), allocate(k_desc, NUM_STAGES), allocate(v_desc, NUM_STAGES)
+    q_smem = allocate(q_desc, NUM_ROW_STAGES * NUM_GROUPS)
+    k_smem, v_smem = allocate(k_desc, NUM_STAGES), allocate(v_desc, NUM_STAGES)
     terms_smem = allocate(terms_desc, 2 * NUM_STAGES if HAS_WINDOW else NUM_STAGES)
-    BLOCK_E: gl.constexpr = out_desc.block_type.shape[2]
-    # Memory that nobody reads any more takes outputs on their way out.
-    probs_smem, out_smem = q_smem, q_smem
-    if OVERLAPS and NUM_GROUPS == 3:
-        probs_smem = gl.allocate_shared_memory(v_desc.dtype, [NUM_GROUPS, BLOCK_M, 1, BLOCK_N], v_desc.layout)
-        if BLOCK_E == BLOCK_N:
-            out_smem = probs_smem
-        elif HAS_OUT_TILES:
-            out_smem = allocate(out_desc, NUM_GROUPS)
-    elif HAS_OUT_TILES:
-        out_smem = allocate(out_desc, NUM_GROUPS)
-    q_ready, k_ready, v_ready = barriers(NUM_GROUPS, 1), barriers(NUM_STAGES, 1), barriers(NUM_STAGES, 1)
-    q_free, k_free, v_free = barriers(NUM_GROUPS, 1), barriers(NUM_STAGES, NUM_GROUPS), barriers(NUM_STAGES, NUM_GROUPS)
+    q_ready, q_free = barriers(NUM_ROW_STAGES * NUM_GROUPS, 1), barriers(NUM_ROW_STAGES * NUM_GROUPS, 1)
+    k_ready, v_ready = barriers(NUM_STAGES, 1), barriers(NUM_STAGES, 1)
+    k_free, v_free = barriers(NUM_STAGES, NUM_GROUPS), barriers(NUM_STAGES, NUM_GROUPS)
     fence_async_shared()
-    if NUM_GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (attend_rows, (
-                    out_desc, sinks_ptr, lse_ptr, positions_ptr,
-                    q_smem, k_smem, v_smem, terms_smem, probs_smem, out_smem,
-                    q_ready, q_free, k_ready, k_free, v_ready, v_free,
-                    work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
-                    partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                    num_tiles, stride_lh, T, softmax_scale, window,
-                    0, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, OVERLAPS, IS_PERSISTENT, HAS_OUT_TILES,
-                    HAS_SINKS, HAS_WINDOW,
-                )),
-                (attend_rows, (
-                    out_desc, sinks_ptr, lse_ptr, positions_ptr,
-                    q_smem, k_smem, v_smem, terms_smem, probs_smem, out_smem,
-                    q_ready, q_free, k_ready, k_free, v_ready, v_free,
-                    work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
-                    partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                    num_tiles, stride_lh, T, softmax_scale, window,
-                    1, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, OVERLAPS, IS_PERSISTENT, HAS_OUT_TILES,
-                    HAS_SINKS, HAS_WINDOW,
-                )),
-                (copy_tiles, (
-                    q_desc, k_desc, v_desc, terms_desc, q_smem, k_smem, v_smem, terms_smem,
-                    q_ready, q_free, k_ready, k_free, v_ready, v_free,
-                    work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
-                    partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                    num_tiles, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_WINDOW,
-                )),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (attend_rows, (
-                    out_desc, sinks_ptr, lse_ptr, positions_ptr,
-                    q_smem, k_smem, v_smem, terms_smem, probs_smem, out_smem,
-                    q_ready, q_free, k_ready, k_free, v_ready, v_free,
-                    work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
-                    partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                    num_tiles, stride_lh, T, softmax_scale, window,
-                    0, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, OVERLAPS, IS_PERSISTENT, HAS_OUT_TILES,
-                    HAS_SINKS, HAS_WINDOW,
-                )),
-                (attend_rows, (
-                    out_desc, sinks_ptr, lse_ptr, positions_ptr,
-                    q_smem, k_smem, v_smem, terms_smem, probs_smem, out_smem,
-                    q_ready, q_free, k_ready, k_free, v_ready, v_free,
-                    work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
-                    partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                    num_tiles, stride_lh, T, softmax_scale, window,
-                    1, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, OVERLAPS, IS_PERSISTENT, HAS_OUT_TILES,
-                    HAS_SINKS, HAS_WINDOW,
-                )),
-                (attend_rows, (
-                    out_desc, sinks_ptr, lse_ptr, positions_ptr,
-                    q_smem, k_smem, v_smem, terms_smem, probs_smem, out_smem,
-                    q_ready, q_free, k_ready, k_free, v_ready, v_free,
-                    work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
-                    partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                    num_tiles, stride_lh, T, softmax_scale, window,
-                    2, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, OVERLAPS, IS_PERSISTENT, HAS_OUT_TILES,
-                    HAS_SINKS, HAS_WINDOW,
-                )),
-                (copy_tiles, (
-                    q_desc, k_desc, v_desc, terms_desc, q_smem, k_smem, v_smem, terms_smem,
-                    q_ready, q_free, k_ready, k_free, v_ready, v_free,
-                    work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
-                    partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                    num_tiles, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_GROUPS, IS_PERSISTENT, HAS_WINDOW,
-                )),
-            ],
-            [4, 4, 1],
-            [160, 160, 32],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (attend_rows, (
+                out_desc, sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem,
+                q_ready, q_free, k_ready, k_free, v_ready, v_free,
+                work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
+                partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+                num_tiles, stride_lh, T, softmax_scale, window,
+                0, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_ROW_STAGES, HAS_SINKS, HAS_WINDOW,
+            )),
+            (attend_rows, (
+                out_desc, sinks_ptr, lse_ptr, positions_ptr, q_smem, k_smem, v_smem, terms_smem,
+                q_ready, q_free, k_ready, k_free, v_ready, v_free,
+                work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
+                partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+                num_tiles, stride_lh, T, softmax_scale, window,
+                1, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_ROW_STAGES, HAS_SINKS, HAS_WINDOW,
+            )),
+            (copy_tiles, (
+                q_desc, k_desc, v_desc, terms_desc, q_smem, k_smem, v_smem, terms_smem,
+                q_ready, q_free, k_ready, k_free, v_ready, v_free,
+                work_ptr, work_offsets_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
+                partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
+                num_tiles, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES, NUM_ROW_STAGES, HAS_WINDOW,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ratoon.attention.triton.hopper.forward import mask_products, start_sums, store_lse, weigh
+from ratoon.attention.triton.hopper.forward import start_sums, store_lse, weigh
 from ratoon.attention.triton.hopper.warps import (
     NUM_GROUPS,
     allocate,
@@ -29,9 +29,29 @@ from ratoon.attention.triton.hopper.warps import (
     copy_tile,
     matrix,
     matrix_in_loop,
+    may_read,
     stay_before,
 )
 from ratoon.attention.triton.scores import LOG2E
+
+
+@gluon.jit
+def mask_products(
+    products, key_tile, rows, row_positions, expiry_ptr, positions_ptr, T, window,
+    SCORES: gl.constexpr, BLOCK_N: gl.constexpr, HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
+    """`is_read` of scores.py, for products [M, N]."""
+    keys = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    expiry = gl.load(expiry_ptr + keys, mask=keys < T, other=0)
+    lifetime = gl.maximum(expiry - keys, 0)
+    key_positions = keys
+    if HAS_WINDOW:
+        key_positions = gl.load(positions_ptr + keys, mask=keys < T, other=0)
+    allowed = may_read(
+        rows[:, None], keys[None, :], lifetime[None, :],
+        row_positions[:, None], key_positions[None, :], window, HAS_WINDOW,
+    )  # fmt: skip
+    return gl.where(allowed, products, -float("inf"))
 
 
 @gluon.jit

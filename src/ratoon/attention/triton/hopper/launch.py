@@ -28,9 +28,6 @@ from ratoon.attention.triton.walks import KeyWalks
 NUM_WARPS = 4
 """Of each group."""
 
-MAX_DIM_OF_OUT_TILES = 128
-"""Head dims to this leave shared memory for outputs, beside the tiles that are read."""
-
 
 def forward(
     q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, sinks_H: Tensor | None, out_THD: Tensor, lse_HT: Tensor,
@@ -51,20 +48,15 @@ def forward(
         )  # fmt: skip
         return
     num_workers = machine_of(q_THD.device).num_multiprocessors
-    work = plan.schedule(
-        build_row_work, blocks.forward_rows, blocks.forward_keys, Hq, num_workers,
-        is_persistent=blocks.forward_is_persistent, is_by_tree=blocks.forward_by_tree,
-        mixes_heads=blocks.forward_mixes_heads,
-    )  # fmt: skip
-    forward_kernel[(num_workers if blocks.forward_is_persistent else num_tiles * Hq,)](
+    work = plan.schedule(build_row_work, blocks.forward_rows, blocks.forward_keys, Hq, num_workers)
+    forward_kernel[(min(num_workers, num_tiles * Hq),)](
         _tiles(q_THD, GROUP_ROWS), _tiles(k_THD, blocks.forward_keys), _tiles(v_THD, blocks.forward_keys),
         _tiles(out_THD, GROUP_ROWS), _terms(schedule.key_terms, blocks.forward_keys),
         sinks_H, lse_HT, plan.positions_T, work.work_P, work.offsets_W, *schedule.full, *schedule.partial,
         lse_HT.stride(0), T, num_tiles, scoring.softmax_scale, plan.window,
         GROUP=Hq // k_THD.shape[1], BLOCK_M=GROUP_ROWS, BLOCK_N=blocks.forward_keys, NUM_STAGES=blocks.forward_stages,
-        NUM_GROUPS=blocks.forward_groups, OVERLAPS=blocks.forward_overlaps, IS_PERSISTENT=blocks.forward_is_persistent,
-        HAS_OUT_TILES=blocks.forward_is_persistent and padded_head_dim(D) <= MAX_DIM_OF_OUT_TILES,
-        HAS_SINKS=sinks_H is not None, HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
+        NUM_ROW_STAGES=blocks.forward_row_stages, HAS_SINKS=sinks_H is not None, HAS_WINDOW=plan.window is not None,
+        num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
