@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ from torch import Tensor
 from ratoon.attention import AttentionPlan, reference
 from ratoon.attention.autograd import KernelPair, attend
 from ratoon.attention.kernel import Scoring
-from ratoon.attention.triton import adding, walks
+from ratoon.attention.triton import adding
 from ratoon.attention.triton.machine import CPU_MULTIPROCESSORS
-from ratoon.attention.triton.walks import Walk, build_key_walks
+from ratoon.attention.triton.schedule import DeviceIntervals, build_key_schedule
 from ratoon.layout import PackedLayout, pack_documents
 
 HAS_GPU = torch.cuda.is_available()
@@ -28,6 +29,8 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 GROUPS = make_groups((150, [70, 130, 1]), (5, [140]))
 CHAIN = make_chain(3, 61)
 DOCUMENTS = pack_documents([[1] * n for n in (260, 1, 97)])
+# A window ends before the first response does: the prompt's keys are read by two intervals of rows.
+WITH_A_GAP, WINDOW = make_groups((520, [500, 200])), 600
 KERNELS = KernelPair(forward=reference.forward, backward=adding.backward)
 
 
@@ -49,6 +52,12 @@ def with_plan(plan: AttentionPlan) -> Callable[[Case], Tensor]:
         )  # fmt: skip
 
     return attention
+
+
+def tiles_of(intervals: DeviceIntervals, item: int) -> list[int]:
+    first, stop = intervals.offsets[item : item + 2].tolist()
+    spans = zip(intervals.start_J[first:stop].tolist(), intervals.end_J[first:stop].tolist(), strict=True)
+    return [tile for start, end in spans for tile in range(start, end)]
 
 
 def check(layout: PackedLayout, case: Case, dtype: torch.dtype = torch.bfloat16, window: int | None = None) -> None:
@@ -100,22 +109,41 @@ def test_groups_may_drift_one_or_two_tiles_apart(monkeypatch: pytest.MonkeyPatch
     check(layout, make_case(layout, heads=(4, 2), head_dim=128))
 
 
-@pytest.mark.parametrize("walk", list(Walk))
 @pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))
-def test_rows_visit_in_any_order(monkeypatch: pytest.MonkeyPatch, head_dim: int, walk: Walk):
-    """A window ends before the first response does: the prompt's keys are read by two intervals of rows."""
-    blocks = replace(adding.ADDING_BLOCKS[head_dim], walk=walk)
-    monkeypatch.setattr(adding, "ADDING_BLOCKS", {head_dim: blocks})
-    monkeypatch.setattr(walks, "CROWD", 2)
-    layout, window = make_groups((520, [500, 200])), 600
-    plan = AttentionPlan.build(layout, window=window)
-    sizes = (blocks.rows, adding.ITEM_KEYS, CPU_MULTIPROCESSORS, 1, 2)
-    of_programs, in_order = (build_key_walks(plan, *sizes, which) for which in (walk, Walk.FROM_START))
-    assert max(of_programs.items.full.offsets.diff()) > 1, "the case no longer has a gap"
-    goes_round = walk in (Walk.STAGGERED, Walk.JOINING)
-    assert (len(of_programs.full.start_J) > len(in_order.full.start_J)) == goes_round
-    assert bool(of_programs.turn_P.any()) == goes_round
-    check(layout, make_case(layout, heads=(2, 1), head_dim=head_dim), window=window)
+def test_keys_that_two_intervals_of_rows_read(head_dim: int):
+    check(WITH_A_GAP, make_case(WITH_A_GAP, heads=(2, 1), head_dim=head_dim), window=WINDOW)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a compiled kernel does not tell what it copies when")
+@pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))
+def test_rows_visit_from_their_end_with_every_head(monkeypatch: pytest.MonkeyPatch, head_dim: int):
+    num_kv_heads, group_size = 2, 2
+    launch, visits = simulated_hopper(), list[tuple[int, int]]()
+    kernels = launch.adding_kernel.function.__globals__
+    copy_row_tile = kernels["copy_row_tile"]
+
+    def noted(*args: Any) -> None:
+        first_row, head = args[-4:-2]
+        visits.append((int(first_row), int(head)))
+        copy_row_tile(*args)
+
+    monkeypatch.setitem(kernels, "copy_row_tile", noted)
+    monkeypatch.setattr(adding, "import_module", lambda _: launch)
+    case = make_case(WITH_A_GAP, heads=(num_kv_heads * group_size, num_kv_heads), head_dim=head_dim)
+    check(WITH_A_GAP, case, window=WINDOW)
+
+    plan = AttentionPlan.build(WITH_A_GAP, window=WINDOW)
+    num_rows = adding.ADDING_BLOCKS[head_dim].rows
+    items = build_key_schedule(plan, num_rows, adding.ITEM_KEYS, CPU_MULTIPROCESSORS, num_kv_heads)
+    assert max(items.full.offsets.diff()) > 1, "the case no longer has a gap"
+    wanted = [
+        (tile * num_rows, kv_head * group_size + turn)
+        for item, kv_head in (divmod(work, num_kv_heads) for work in items.work_P.tolist())
+        for intervals in (items.partial, items.full)
+        for tile in sorted(tiles_of(intervals, item), reverse=True)
+        for turn in range(group_size)
+    ]
+    assert visits == wanted
 
 
 @pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))

@@ -24,8 +24,8 @@ from ratoon.attention.triton.attention import add_parts, row_terms
 from ratoon.attention.triton.attention import forward as forward  # a kernel's home has both passes
 from ratoon.attention.triton.descriptors import empty_aligned, padded_head_dim
 from ratoon.attention.triton.machine import machine_of
+from ratoon.attention.triton.schedule import build_key_schedule
 from ratoon.attention.triton.scores import wide
-from ratoon.attention.triton.walks import Walk, build_key_walks
 
 ITEM_KEYS = 128
 """Keys of a program."""
@@ -48,9 +48,6 @@ class AddingBlocks:
     Shared memory holds twice as many tiles' score gradients.
     """
 
-    walk: Walk = Walk.JOINING
-    """Which visiting tile comes when."""
-
 
 ADDING_BLOCKS = {64: AddingBlocks(rows=128, stages=2, lag=1), 128: AddingBlocks(rows=64, stages=2, lag=2)}
 """By head dim, padded, of queries, keys and values alike."""
@@ -71,8 +68,7 @@ def backward(
     assert q_THD.element_size() == 2, f"q is {q_THD.dtype}, and the products here are of 16 bits"
     blocks = ADDING_BLOCKS[block_D]
     num_workers = machine_of(plan.device).num_multiprocessors
-    walks = plan.schedule(build_key_walks, blocks.rows, ITEM_KEYS, num_workers, Hkv, Hq // Hkv, blocks.walk)
-    items = walks.items
+    items = plan.schedule(build_key_schedule, blocks.rows, ITEM_KEYS, num_workers, Hkv)
     lse2_HT, means_HT = row_terms(out_THE, dout_THE, lse_HT)
     dq_THD, dk_THD, dv_THE = (empty_aligned(T, heads, D, q_THD) for heads in (Hq, Hkv, Hkv))
     num_tiles = -(-T // blocks.rows)
@@ -81,7 +77,7 @@ def backward(
     launches = import_module("ratoon.attention.triton.hopper.launch")
     launches.backward_adding(
         dout_THE, q_THD, k_THD, v_THE, lse2_HT, means_HT, sums_RHMD, dk_THD, dv_THE, (dk_parts, dv_parts),
-        plan, scoring, walks, blocks.rows, blocks.stages, blocks.lag, blocks.walk is not Walk.FROM_START,
+        plan, scoring, items, blocks.rows, blocks.stages, blocks.lag,
     )  # fmt: skip
     finish_kernel[(num_tiles, Hq)](
         sums_RHMD, dq_THD, *dq_THD.stride()[:2], T, Hq, scoring.softmax_scale,

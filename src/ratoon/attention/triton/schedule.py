@@ -110,26 +110,6 @@ class KeySchedule:
     """[P] int32, item * num_kv_heads + key head of each program, in the order in which they start."""
 
 
-class KeyItems(NamedTuple):
-    """A `KeySchedule` on the host, and what its programs are ordered by."""
-
-    parts_K: NDArray[np.int32]
-    """Items of each tile of keys."""
-
-    tile_I: NDArray[np.int32]
-
-    segment_I: NDArray[np.intp]
-    """In which the item's keys start."""
-
-    full: Intervals
-    partial: Intervals
-
-    costs_I: NDArray[np.float64]
-    """In full tiles of rows, for each head."""
-
-    work_P: NDArray[np.int32]
-
-
 def build_row_schedule(plan: AttentionPlan, row_tile: int, key_tile: int) -> RowSchedule:
     tiles = build_tile_map(plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile)
     full = tiles.key_intervals_of_rows(TileState.FULL)
@@ -167,11 +147,6 @@ def build_key_schedule(
     plan: AttentionPlan, row_tile: int, key_tile: int, num_workers: int, num_kv_heads: int = 1
 ) -> KeySchedule:
     """num_workers: multiprocessors that all key heads' items are shared out to, at least 1."""
-    return key_schedule(share_out(plan, row_tile, key_tile, num_workers, num_kv_heads), plan)
-
-
-def share_out(plan: AttentionPlan, row_tile: int, key_tile: int, num_workers: int, num_kv_heads: int) -> KeyItems:
-    """What `build_key_schedule` brings onto the device."""
     tiles = build_tile_map(plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile)
     full = tiles.row_intervals_of_keys(TileState.FULL)
     partial = tiles.row_intervals_of_keys(TileState.PARTIAL)
@@ -183,24 +158,21 @@ def share_out(plan: AttentionPlan, row_tile: int, key_tile: int, num_workers: in
     tile_I = np.repeat(np.arange(parts_K.size, dtype=np.int32), parts_K)
     full, partial = _split(full, parts_K), _split(partial, parts_K)
     costs_I = lengths(full) + PARTIAL_COST * lengths(partial)
+
+    split_tile_X = np.flatnonzero(parts_K > 1).astype(np.int32)
+    is_split_I = parts_K[tile_I] > 1
+    slot_I = np.where(is_split_I, np.cumsum(is_split_I) - 1, -1).astype(np.int32)
     # Keys of one segment are read by the same rows, but for the tiles on the diagonal.
     segment_I = np.searchsorted(plan.layout.segment_offsets, tile_I * key_tile, side="right") - 1
-    work_P = order_programs(costs_I, segment_I, num_workers, num_kv_heads)
-    return KeyItems(parts_K, tile_I, segment_I, full, partial, costs_I, work_P)
-
-
-def key_schedule(items: KeyItems, plan: AttentionPlan) -> KeySchedule:
-    is_split_I = items.parts_K[items.tile_I] > 1
-    split_tile_X = np.flatnonzero(items.parts_K > 1).astype(np.int32)
     return KeySchedule(
-        tile_I=on_device(items.tile_I, plan),
-        slot_I=on_device(np.where(is_split_I, np.cumsum(is_split_I) - 1, -1).astype(np.int32), plan),
-        full=_intervals_on_device(items.full, plan),
-        partial=_intervals_on_device(items.partial, plan),
+        tile_I=on_device(tile_I, plan),
+        slot_I=on_device(slot_I, plan),
+        full=_intervals_on_device(full, plan),
+        partial=_intervals_on_device(partial, plan),
         split_tile_X=on_device(split_tile_X, plan),
-        split_slots=on_device(offsets(items.parts_K[split_tile_X]), plan),
+        split_slots=on_device(offsets(parts_K[split_tile_X]), plan),
         num_slots=int(is_split_I.sum()),
-        work_P=on_device(items.work_P, plan),
+        work_P=on_device(order_programs(costs_I, segment_I, num_workers, num_kv_heads), plan),
     )
 
 
@@ -276,19 +248,12 @@ def _start_in_time(
     return np.concatenate(taken)[::-1].copy()
 
 
-def starts(costs: NDArray[np.float64], num_workers: int) -> NDArray[np.float64]:
-    """When each piece of work starts, if whoever is free takes the next."""
-    busy_until = [0.0] * num_workers
-    begun: list[float] = []
-    for cost in costs.tolist():
-        begun.append(busy_until[0])
-        heapq.heapreplace(busy_until, busy_until[0] + cost)
-    return np.array(begun)
-
-
 def _makespan(costs: NDArray[np.float64], num_workers: int) -> float:
-    """When the last worker is done."""
-    return (starts(costs, num_workers) + costs).max(initial=0.0)
+    """When the last worker is done, if whoever is free takes the next piece of work."""
+    busy_until = [0.0] * num_workers
+    for cost in costs.tolist():
+        heapq.heapreplace(busy_until, busy_until[0] + cost)
+    return max(busy_until)
 
 
 def _first_free(costs_P: NDArray[np.float64], num_workers: int) -> NDArray[np.intp]:

@@ -9,7 +9,8 @@ dQ: half of the columns of a head of 128, half of the rows of a head of 64. It d
 other group's gradients are there already: the groups may be a turn apart, and one's products run while the other
 takes exponentials.
 
-Rows visit in the order of `walks.py`, which the copying warp and both groups follow.
+Rows visit from their end, which the items of a segment have in common: every head of a tile, then the tile before it.
+The copying warp and both groups follow that order.
 """
 
 # Gluon's functions are typed for its compiler, not for who reads a call.
@@ -102,12 +103,10 @@ def add_half(dq, dq_desc, dq_smem, place):
 def add_rows(
     k_smem, v_smem, q_smem, dout_smem, lse2_smem, means_smem, dscores_smem, dq_desc, dq_smem,
     ready, free, dscores_ready, dk, dv, count, last_place, next_place,
-    offsets_ptr, start_ptr, end_ptr, program, kv_head, first_turn, keys, lifetime, key_positions, positions_ptr,
-    T, factor, window,
+    offsets_ptr, start_ptr, end_ptr, item, kv_head, keys, lifetime, key_positions, positions_ptr, T, factor, window,
     PRODUCTS: gl.constexpr, GRADS: gl.constexpr, GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, NUM_HEADS,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    NUM_STAGES: gl.constexpr, LAG: gl.constexpr, FROM_END: gl.constexpr,
-    IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    NUM_STAGES: gl.constexpr, LAG: gl.constexpr, IS_PARTIAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Adds one list of row tiles to dK and dV, [N, D] each, and dQ of tiles up to LAG ago to the sums.
 
@@ -115,77 +114,71 @@ def add_rows(
     """
     NUM_PARTS: gl.constexpr = BLOCK_M // BLOCK
     k_squares = squares(k_smem, NUM_GROUPS * (BLOCK_D // BLOCK))
-    NUM_TURNS: gl.constexpr = 1 if FROM_END else GROUP
-    for interval in range(gl.load(offsets_ptr + program), gl.load(offsets_ptr + program + 1)):
+    first_interval = gl.load(offsets_ptr + item)
+    for interval in range(gl.load(offsets_ptr + item + 1) - 1, first_interval - 1, -1):
         start = gl.load(start_ptr + interval)
-        length = gl.load(end_ptr + interval) - start
-        first_step = 0
-        if FROM_END:
-            first_step = first_turn
-        for turn in range(0, NUM_TURNS):
-            for step in range(first_step, first_step + length * (GROUP // NUM_TURNS)):
-                head = kv_head * GROUP + turn
-                row_tile = start + step
-                if FROM_END:
-                    head = kv_head * GROUP + step % GROUP
-                    row_tile = (GROUP * (start + length) - 1 + first_turn - step) // GROUP
-                dq = multiply_keys(
-                    dscores_smem, dscores_ready, k_squares, count, GROUP_INDEX, BLOCK_M, BLOCK_D, LAG
+        end = gl.load(end_ptr + interval)
+        for step in range(0, GROUP * (end - start)):
+            # Of a loop over heads in a loop over tiles the compiler spills registers.
+            head = kv_head * GROUP + step % GROUP
+            row_tile = end - 1 - step // GROUP
+            dq = multiply_keys(
+                dscores_smem, dscores_ready, k_squares, count, GROUP_INDEX, BLOCK_M, BLOCK_D, LAG
+            )  # fmt: skip
+            stage = count % NUM_STAGES
+            mbarrier.wait(ready.index(stage), (count // NUM_STAGES) & 1)
+            none = gl.zeros([BLOCK_N, BLOCK], gl.float32, PRODUCTS)
+            q = rows_of_tile(q_smem, stage, 0, NUM_PARTS)
+            k = matrix_in_loop(k_smem, GROUP_INDEX, count)
+            products = warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(1, deps=[dq])
+            add_half(dq, dq_desc, dq_smem, last_place)
+            # Nobody reads the slot any more: the other group has left the score gradients of this count, and before
+            # that it waited for its products of the slot.
+            slot = (count + LAG) % (2 * LAG)
+            for part in gl.static_range(NUM_PARTS):
+                q = rows_of_tile(q_smem, stage, part, NUM_PARTS)
+                dout = rows_of_tile(dout_smem, stage, part, NUM_PARTS)
+                dprobs = warpgroup_mma(
+                    matrix_in_loop(v_smem, GROUP_INDEX, count), dout.permute([1, 0]), none,
+                    use_acc=False, is_async=True,
                 )  # fmt: skip
-                stage = count % NUM_STAGES
-                mbarrier.wait(ready.index(stage), (count // NUM_STAGES) & 1)
-                none = gl.zeros([BLOCK_N, BLOCK], gl.float32, PRODUCTS)
-                q = rows_of_tile(q_smem, stage, 0, NUM_PARTS)
-                k = matrix_in_loop(k_smem, GROUP_INDEX, count)
-                products = warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
-                dq = warpgroup_mma_wait(1, deps=[dq])
-                add_half(dq, dq_desc, dq_smem, last_place)
-                # Nobody reads the slot any more: the other group has left the score gradients of this count, and before
-                # that it waited for its products of the slot.
-                slot = (count + LAG) % (2 * LAG)
-                for part in gl.static_range(NUM_PARTS):
-                    q = rows_of_tile(q_smem, stage, part, NUM_PARTS)
-                    dout = rows_of_tile(dout_smem, stage, part, NUM_PARTS)
-                    dprobs = warpgroup_mma(
-                        matrix_in_loop(v_smem, GROUP_INDEX, count), dout.permute([1, 0]), none,
+                if part + 1 < NUM_PARTS:
+                    next_q = rows_of_tile(q_smem, stage, part + 1, NUM_PARTS)
+                    next_products = warpgroup_mma(
+                        matrix_in_loop(k_smem, GROUP_INDEX, count), next_q.permute([1, 0]), none,
                         use_acc=False, is_async=True,
                     )  # fmt: skip
-                    if part + 1 < NUM_PARTS:
-                        next_q = rows_of_tile(q_smem, stage, part + 1, NUM_PARTS)
-                        next_products = warpgroup_mma(
-                            matrix_in_loop(k_smem, GROUP_INDEX, count), next_q.permute([1, 0]), none,
-                            use_acc=False, is_async=True,
-                        )  # fmt: skip
-                    lse2 = terms_of_rows(lse2_smem, stage, part, NUM_PARTS, PRODUCTS)
-                    products = warpgroup_mma_wait(NUM_PARTS if part == 0 else 3, deps=[products])
-                    probs = probabilities(
-                        products, lse2, row_tile * BLOCK_M + part * BLOCK, keys, lifetime, key_positions, positions_ptr,
-                        T, factor, window, PRODUCTS, BLOCK, IS_PARTIAL, HAS_WINDOW,
-                    )  # fmt: skip
-                    if part > 0:
-                        last_probs16 = probs16  # noqa: F821
-                    probs16 = gl.convert_layout(probs.to(q_smem.dtype), gl.DotOperandLayout(0, GRADS, 2))
-                    means = terms_of_rows(means_smem, stage, part, NUM_PARTS, PRODUCTS)
-                    dv = warpgroup_mma(probs16, dout, dv, is_async=True)
-                    if part == 0:
-                        dprobs = warpgroup_mma_wait(NUM_PARTS, deps=[dprobs])
-                    else:  # until then the last part's products read their left operands
-                        dprobs, _, _ = warpgroup_mma_wait(1, deps=[dprobs, last_probs16, dscores16])  # noqa: F821
-                    dscores = (probs * (dprobs - means[None, :])).to(q_smem.dtype)
-                    dscores16 = gl.convert_layout(dscores, gl.DotOperandLayout(0, GRADS, 2))
-                    dk = warpgroup_mma(dscores16, q, dk, is_async=True)
-                    dscores_smem.index((slot * NUM_GROUPS + GROUP_INDEX) * NUM_PARTS + part).store(dscores)
-                    if part + 1 < NUM_PARTS:
-                        products = next_products
-                fence_async_shared()  # the tensor cores read what ordinary stores wrote
-                mbarrier.arrive(dscores_ready.index(slot))
-                # Nothing may be in flight at the loop's end: the assembler would wait for every product.
-                dk, dv, _, _ = warpgroup_mma_wait(0, deps=[dk, dv, probs16, dscores16])
-                mbarrier.arrive(free.index(stage))
-                place = (row_tile * NUM_HEADS + head) * NUM_GROUPS + GROUP_INDEX
-                last_place = next_place if LAG == 2 else place
-                next_place = place
-                count += 1
+                lse2 = terms_of_rows(lse2_smem, stage, part, NUM_PARTS, PRODUCTS)
+                products = warpgroup_mma_wait(NUM_PARTS if part == 0 else 3, deps=[products])
+                probs = probabilities(
+                    products, lse2, row_tile * BLOCK_M + part * BLOCK, keys, lifetime, key_positions, positions_ptr,
+                    T, factor, window, PRODUCTS, BLOCK, IS_PARTIAL, HAS_WINDOW,
+                )  # fmt: skip
+                if part > 0:
+                    last_probs16 = probs16  # noqa: F821
+                probs16 = gl.convert_layout(probs.to(q_smem.dtype), gl.DotOperandLayout(0, GRADS, 2))
+                means = terms_of_rows(means_smem, stage, part, NUM_PARTS, PRODUCTS)
+                dv = warpgroup_mma(probs16, dout, dv, is_async=True)
+                if part == 0:
+                    dprobs = warpgroup_mma_wait(NUM_PARTS, deps=[dprobs])
+                else:  # until then the last part's products read their left operands
+                    dprobs, _, _ = warpgroup_mma_wait(1, deps=[dprobs, last_probs16, dscores16])  # noqa: F821
+                dscores = (probs * (dprobs - means[None, :])).to(q_smem.dtype)
+                dscores16 = gl.convert_layout(dscores, gl.DotOperandLayout(0, GRADS, 2))
+                dk = warpgroup_mma(dscores16, q, dk, is_async=True)
+                dscores_smem.index((slot * NUM_GROUPS + GROUP_INDEX) * NUM_PARTS + part).store(dscores)
+                if part + 1 < NUM_PARTS:
+                    products = next_products
+            fence_async_shared()  # the tensor cores read what ordinary stores wrote
+            mbarrier.arrive(dscores_ready.index(slot))
+            # Nothing may be in flight at the loop's end: the assembler would wait for every product.
+            dk, dv, _, _ = warpgroup_mma_wait(0, deps=[dk, dv, probs16, dscores16])
+            mbarrier.arrive(free.index(stage))
+            place = (row_tile * NUM_HEADS + head) * NUM_GROUPS + GROUP_INDEX
+            last_place = next_place if LAG == 2 else place
+            next_place = place
+            count += 1
     return dk, dv, count, last_place, next_place
 
 
@@ -195,10 +188,10 @@ def gradients_of_keys(
     q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, dscores_smem, dq_smem,
     own_ready, ready, free, dscores_ready, keys_spent,
     full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-    program, tile, slot, kv_head, num_kv_heads, first_turn, T, softmax_scale, window,
+    item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
     GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    NUM_STAGES: gl.constexpr, LAG: gl.constexpr, FROM_END: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    NUM_STAGES: gl.constexpr, LAG: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: 64 keys, and half of what each tile of rows gets of all 128."""
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -231,18 +224,16 @@ def gradients_of_keys(
     dk, dv, count, last_place, next_place = add_rows(
         k_smem, v_smem, q_smem, dout_smem, lse2_smem, means_smem, dscores_smem, dq_desc, half_smem,
         ready, free, dscores_ready, dk, dv, count, last_place, next_place,
-        partial_offsets_ptr, partial_start_ptr, partial_end_ptr, program, kv_head, first_turn, keys, lifetime,
-        key_positions, positions_ptr, T, factor, window,
-        PRODUCTS, GRADS, GROUP_INDEX, GROUP, num_heads, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, FROM_END, True,
-        HAS_WINDOW,
+        partial_offsets_ptr, partial_start_ptr, partial_end_ptr, item, kv_head, keys, lifetime, key_positions,
+        positions_ptr, T, factor, window,
+        PRODUCTS, GRADS, GROUP_INDEX, GROUP, num_heads, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, True, HAS_WINDOW,
     )  # fmt: skip
     dk, dv, count, last_place, next_place = add_rows(
         k_smem, v_smem, q_smem, dout_smem, lse2_smem, means_smem, dscores_smem, dq_desc, half_smem,
         ready, free, dscores_ready, dk, dv, count, last_place, next_place,
-        full_offsets_ptr, full_start_ptr, full_end_ptr, program, kv_head, first_turn, keys, lifetime,
-        key_positions, positions_ptr, T, factor, window,
-        PRODUCTS, GRADS, GROUP_INDEX, GROUP, num_heads, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, FROM_END, False,
-        HAS_WINDOW,
+        full_offsets_ptr, full_start_ptr, full_end_ptr, item, kv_head, keys, lifetime, key_positions,
+        positions_ptr, T, factor, window,
+        PRODUCTS, GRADS, GROUP_INDEX, GROUP, num_heads, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, False, HAS_WINDOW,
     )  # fmt: skip
     k_squares = squares(k_smem, NUM_GROUPS * (BLOCK_D // BLOCK))
     for lag in gl.static_range(LAG):
@@ -274,23 +265,17 @@ def gradients_of_keys(
 @gluon.jit
 def copy_rows(
     q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
-    offsets_ptr, start_ptr, end_ptr, program, kv_head, first_turn, count,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, NUM_STAGES: gl.constexpr, FROM_END: gl.constexpr,
+    offsets_ptr, start_ptr, end_ptr, item, kv_head, count,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Rows of one list, a tile of one head at a time."""
-    for interval in range(gl.load(offsets_ptr + program), gl.load(offsets_ptr + program + 1)):
+    """Rows of one list, from its end: every head of a tile, then the tile before it."""
+    first_interval = gl.load(offsets_ptr + item)
+    for interval in range(gl.load(offsets_ptr + item + 1) - 1, first_interval - 1, -1):
         start = gl.load(start_ptr + interval)
-        length = gl.load(end_ptr + interval) - start
-        first_step = 0
-        if FROM_END:
-            first_step = first_turn
-        for step in range(first_step, first_step + GROUP * length):
-            if FROM_END:
-                head = kv_head * GROUP + step % GROUP
-                first_row = (GROUP * (start + length) - 1 + first_turn - step) // GROUP * BLOCK_M
-            else:
-                head = kv_head * GROUP + step // length
-                first_row = (start + step % length) * BLOCK_M
+        end = gl.load(end_ptr + interval)
+        for step in range(0, GROUP * (end - start)):
+            head = kv_head * GROUP + step % GROUP
+            first_row = (end - 1 - step // GROUP) * BLOCK_M
             copy_row_tile(
                 q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
                 first_row, head, count, NUM_STAGES,
@@ -304,21 +289,19 @@ def copy_keys_and_rows(
     q_desc, dout_desc, k_desc, v_desc, lse2_desc, means_desc,
     q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, own_ready, ready, free,
     full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-    program, tile, kv_head, first_turn,
+    item, tile, kv_head,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-    FROM_END: gl.constexpr,
 ):  # fmt: skip
     """The copying warp."""
     copy_own_keys(k_desc, v_desc, k_smem, v_smem, own_ready, tile, kv_head, BLOCK_N)
     count = copy_rows(
         q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
-        partial_offsets_ptr, partial_start_ptr, partial_end_ptr, program, kv_head, first_turn, gl.to_tensor(0),
-        GROUP, BLOCK_M, NUM_STAGES, FROM_END,
+        partial_offsets_ptr, partial_start_ptr, partial_end_ptr, item, kv_head, gl.to_tensor(0),
+        GROUP, BLOCK_M, NUM_STAGES,
     )  # fmt: skip
     copy_rows(
         q_desc, dout_desc, lse2_desc, means_desc, q_smem, dout_smem, lse2_smem, means_smem, ready, free,
-        full_offsets_ptr, full_start_ptr, full_end_ptr, program, kv_head, first_turn, count,
-        GROUP, BLOCK_M, NUM_STAGES, FROM_END,
+        full_offsets_ptr, full_start_ptr, full_end_ptr, item, kv_head, count, GROUP, BLOCK_M, NUM_STAGES,
     )  # fmt: skip
 
 
@@ -326,20 +309,14 @@ def copy_keys_and_rows(
 def adding_kernel(
     q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, dq_desc, lse2_desc, means_desc,
     dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
-    work_ptr, tile_ptr, slot_ptr, turn_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
+    work_ptr, tile_ptr, slot_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
     partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
     T, num_kv_heads, softmax_scale, window,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    NUM_STAGES: gl.constexpr, LAG: gl.constexpr, FROM_END: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    NUM_STAGES: gl.constexpr, LAG: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """A program owns an item's keys of one head: BLOCK_N a group.
-
-    FROM_END: each tile of rows comes with all heads of the group, the last tile of an interval first. Else head after
-    head, the first tile first.
-    """
-    program = gl.program_id(0)
-    work = gl.load(work_ptr + program)
-    first_turn = gl.load(turn_ptr + program)
+    """A program owns an item's keys of one head: BLOCK_N a group."""
+    work = gl.load(work_ptr + gl.program_id(0))
     item = work // num_kv_heads
     kv_head = work % num_kv_heads
     tile = gl.load(tile_ptr + item)
@@ -363,22 +340,22 @@ def adding_kernel(
                 q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, dscores_smem, dq_smem,
                 own_ready, ready, free, dscores_ready, keys_spent,
                 full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                program, tile, slot, kv_head, num_kv_heads, first_turn, T, softmax_scale, window,
-                0, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, FROM_END, HAS_WINDOW,
+                item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
+                0, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, HAS_WINDOW,
             )),
             (gradients_of_keys, (
                 dk_desc, dv_desc, dq_desc, dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,
                 q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, dscores_smem, dq_smem,
                 own_ready, ready, free, dscores_ready, keys_spent,
                 full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                program, tile, slot, kv_head, num_kv_heads, first_turn, T, softmax_scale, window,
-                1, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, FROM_END, HAS_WINDOW,
+                item, tile, slot, kv_head, num_kv_heads, T, softmax_scale, window,
+                1, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, NUM_STAGES, LAG, HAS_WINDOW,
             )),
             (copy_keys_and_rows, (
                 q_desc, dout_desc, k_desc, v_desc, lse2_desc, means_desc,
                 q_smem, dout_smem, k_smem, v_smem, lse2_smem, means_smem, own_ready, ready, free,
                 full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,
-                program, tile, kv_head, first_turn, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES, FROM_END,
+                item, tile, kv_head, GROUP, BLOCK_M, BLOCK_N, NUM_STAGES,
             )),
         ],
         [4, 1],

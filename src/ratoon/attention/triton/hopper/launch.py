@@ -23,7 +23,6 @@ from ratoon.attention.triton.hopper.forward import forward_kernel
 from ratoon.attention.triton.hopper.forward_wide import forward_wide_kernel
 from ratoon.attention.triton.machine import machine_of
 from ratoon.attention.triton.schedule import KeySchedule, RowSchedule, build_row_work
-from ratoon.attention.triton.walks import KeyWalks
 
 NUM_WARPS = 4
 """Of each group."""
@@ -103,21 +102,19 @@ def backward(
 def backward_adding(
     dout_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, lse2_HT: Tensor, means_HT: Tensor,
     sums_RHMD: Tensor, dk_THD: Tensor, dv_THD: Tensor, parts: tuple[Tensor, Tensor],
-    plan: AttentionPlan, scoring: Scoring, walks: KeyWalks, item_rows: int, item_stages: int, lag: int,
-    is_from_end: bool,
+    plan: AttentionPlan, scoring: Scoring, items: KeySchedule, item_rows: int, item_stages: int, lag: int,
 ) -> None:  # fmt: skip
     """Adds dq, before its scale, to the sums [tiles, Hq, M, D]; writes dk and dv, and the parts of split tiles."""
     T, Hq, D = q_THD.shape
     Hkv = k_THD.shape[1]
-    items = walks.items
     adding_kernel[(items.work_P.shape[0],)](
         *(_tiles(x, item_rows) for x in (q_THD, dout_THD)),
         *(_tiles(x, GROUP_ROWS) for x in (k_THD, v_THD, dk_THD, dv_THD)),
         _sums(sums_RHMD), *(_terms(x, item_rows) for x in (lse2_HT, means_HT)),
-        *parts, plan.expiry_T, plan.positions_T, items.work_P, items.tile_I, items.slot_I, walks.turn_P,
-        *walks.full, *walks.partial, T, Hkv, scoring.softmax_scale, plan.window,
+        *parts, plan.expiry_T, plan.positions_T, items.work_P, items.tile_I, items.slot_I,
+        *items.full, *items.partial, T, Hkv, scoring.softmax_scale, plan.window,
         GROUP=Hq // Hkv, D=D, BLOCK_M=item_rows, BLOCK_N=GROUP_ROWS, NUM_STAGES=item_stages, LAG=lag,
-        FROM_END=is_from_end, HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
+        HAS_WINDOW=plan.window is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
