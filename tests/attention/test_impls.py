@@ -305,7 +305,7 @@ measured = "here"
         (ROW + "window = 1", "row 1 for sm90: window = 1 is no condition"),
         (ROW + "head_dim = 128", "head_dim = 128 is no condition"),
         (ROW + "head_dim = [128, 64]", "is no condition"),
-        (ROW + "segment_rows_below = true", "is no condition"),
+        (ROW + "rows_below = true", "is no condition"),
         (ROW + ROW.replace('"here"', '""'), "row 2 for sm90: measured must be a text, got ''"),
         (ROW.replace('backward = "triton"', ""), "row 1 for sm90: backward must be a text, got None"),
     ],
@@ -354,7 +354,7 @@ sinks = true
 forward = "flex-triton"
 backward = "flex-triton"
 measured = "row B"
-segment_rows_below = 512
+rows_below = 512
 deterministic = false
 
 [[any]]
@@ -381,16 +381,16 @@ def test_forward_and_backward_may_be_of_different_implementations(machine: Machi
     assert choice.reason.endswith("triton cannot run here: no triton in this test")
 
 
-def test_rows_may_depend_on_the_length_of_segments(machine: Machine, table: Callable[[str], None]):
+def test_rows_may_depend_on_the_size_of_the_layout(machine: Machine, table: Callable[[str], None]):
     machine("sm90", *GPU_IMPLS)
     table(PAIRS)
-    of_rows = {rows: resolve_impl(on_gpu(segment_rows=rows)).forward for rows in (0, 511, 512, None)}
+    of_rows = {rows: resolve_impl(on_gpu(num_rows=rows)).forward for rows in (0, 511, 512, None)}
     assert of_rows == {0: "flex-triton", 511: "flex-triton", 512: "flash-fa4", None: "flash-fa4"}
     line = explain_choice(on_gpu(), "auto", "head dim 128, global")
     assert line.startswith(
         "forward flash-fa4, backward flash-fa4 (head dim 128, global): choices.toml, row 1 for any: "
     )
-    assert line.endswith("; forward flex-triton, backward flex-triton in layouts of fewer than 512 rows a segment")
+    assert line.endswith("; forward flex-triton, backward flex-triton in layouts of fewer than 512 rows")
     assert "in layouts" not in explain_choice(on_gpu("deterministic backward", "softcap"), "auto", "")
 
 

@@ -46,7 +46,7 @@ class ChoiceRow:
     unwanted: frozenset[Feature]
     """Calls must not ask for these."""
 
-    segment_rows_below: int | None
+    rows_below: int | None
 
     @property
     def name(self) -> str:
@@ -55,8 +55,8 @@ class ChoiceRow:
     def holds_for(self, request: AttentionRequest) -> bool:
         if self.head_dims is not None and not self.head_dims[0] <= request.larger_head_dim <= self.head_dims[1]:
             return False
-        if self.segment_rows_below is not None and (
-            request.segment_rows is None or request.segment_rows >= self.segment_rows_below
+        if self.rows_below is not None and (
+            request.num_rows is None or request.num_rows >= self.rows_below
         ):
             return False
         return self.wanted <= request.features and not self.unwanted & request.features
@@ -126,7 +126,7 @@ def _parse_row(row: dict[str, Any], architecture: str, number: int) -> ChoiceRow
             raise ValueError(f"{where}: {key} must be a text, got {row.get(key)!r}")
     asked: dict[bool, set[Feature]] = {True: set(), False: set()}
     head_dims: tuple[int, int] | None = None
-    segment_rows_below: int | None = None
+    rows_below: int | None = None
     for key, value in row.items():
         match key, value:
             case (("forward" | "backward" | "measured"), _):
@@ -135,12 +135,12 @@ def _parse_row(row: dict[str, Any], architecture: str, number: int) -> ChoiceRow
                 raise ValueError(f"{where}: head_dim = {value!r} must be two numbers, [smallest, largest]")
             case "head_dim", [int(smallest), int(largest)] if 1 <= smallest <= largest:
                 head_dims = (smallest, largest)
-            case "segment_rows_below", int(limit) if limit >= 1 and not isinstance(value, bool):
-                segment_rows_below = limit
+            case "rows_below", int(limit) if limit >= 1 and not isinstance(value, bool):
+                rows_below = limit
             case str(name), bool(is_asked) if name in _FEATURE_OF_KEY:
                 asked[is_asked].add(_FEATURE_OF_KEY[name])
             case _:
-                allowed = "head_dim = [smallest, largest], segment_rows_below = 1 or more"
+                allowed = "head_dim = [smallest, largest], rows_below = 1 or more"
                 raise ValueError(
                     f"{where}: {key} = {value!r} is no condition; allowed are {allowed}, and true or false for "
                     f"{', '.join(_FEATURE_OF_KEY)}"
@@ -154,5 +154,5 @@ def _parse_row(row: dict[str, Any], architecture: str, number: int) -> ChoiceRow
         head_dims=head_dims,
         wanted=frozenset(asked[True]),
         unwanted=frozenset(asked[False]),
-        segment_rows_below=segment_rows_below,
+        rows_below=rows_below,
     )

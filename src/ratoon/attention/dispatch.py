@@ -68,7 +68,7 @@ def forest_attention(
         head_dim=q_THD.shape[2],
         v_head_dim=v_THD.shape[2],
         features=frozenset(feature for feature, is_asked in asked.items() if is_asked),
-        segment_rows=plan.num_rows // max(plan.layout.segment_parent.size, 1),
+        num_rows=plan.num_rows,
     )
     choice, scoring = resolve_impl(request, impl), Scoring(softmax_scale=scale, softcap=softcap)
     if choice.impl == "flex":

@@ -107,14 +107,14 @@ def forget_choices() -> None:
 def explain_choice(request: AttentionRequest, impl: str, label: str) -> str:
     """A line for logs: both kernels, the label in brackets, and why. Raises ValueError as `resolve_impl` does.
 
-    Says too which kernels layouts of short segments get, where they get others.
+    Says too which kernels layouts of few rows get, where they get others.
     """
     choice = resolve_impl(request, impl)
     line = f"{choice.kernels} ({label}): {choice.reason}"
-    for limit in _segment_limits(request):
-        of_short = resolve_impl(replace(request, segment_rows=limit - 1), impl)
-        if of_short.kernels != choice.kernels:
-            line += f"; {of_short.kernels} in layouts of fewer than {limit} rows a segment"
+    for limit in _row_limits(request):
+        of_few = resolve_impl(replace(request, num_rows=limit - 1), impl)
+        if of_few.kernels != choice.kernels:
+            line += f"; {of_few.kernels} in layouts of fewer than {limit} rows"
     return line
 
 
@@ -184,9 +184,9 @@ def _who_has(request: AttentionRequest) -> str:
     return ", ".join(spec.name for spec in SPECS if _problem(spec, spec, request) is None) or "none"
 
 
-def _segment_limits(request: AttentionRequest) -> list[int]:
+def _row_limits(request: AttentionRequest) -> list[int]:
     rows = rows_for(choice_table(), architecture_of(request.device_type))
-    return sorted({row.segment_rows_below for row in rows if row.segment_rows_below is not None})
+    return sorted({row.rows_below for row in rows if row.rows_below is not None})
 
 
 def _device_names(spec: ImplSpec) -> str:

@@ -18,8 +18,8 @@ class AttentionRequest:
     v_head_dim: int
     features: frozenset[Feature] = frozenset()
 
-    segment_rows: int | None = None
-    """Rows of a segment of the layout, on average. None where no layout is known yet: as if they were many."""
+    num_rows: int | None = None
+    """Rows of the layout. None where no layout is known yet: as if they were many."""
 
     @property
     def larger_head_dim(self) -> int:

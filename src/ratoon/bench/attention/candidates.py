@@ -99,7 +99,7 @@ def make_ours(name: str, work: Work, plan: AttentionPlan) -> Candidate:
         head_dim=work.case.D,
         v_head_dim=work.case.D,
         features=frozenset() if plan.window is None else frozenset({"sliding window"}),
-        segment_rows=plan.num_rows // plan.layout.num_segments,
+        num_rows=plan.num_rows,
     )
     try:
         choice = resolve_impl(request, name)
