@@ -22,7 +22,7 @@ from torch import Tensor
 from ratoon.attention.plan import AttentionPlan
 from ratoon.attention.tiles import Intervals, TileState, build_tile_map
 
-PARTIAL_COST = 1.2
+PARTIAL_COST = 1.4
 """Time of a partial tile in full ones: the mask's comparisons."""
 
 START_COST = 1.5
