@@ -55,9 +55,7 @@ class ChoiceRow:
     def holds_for(self, request: AttentionRequest) -> bool:
         if self.head_dims is not None and not self.head_dims[0] <= request.larger_head_dim <= self.head_dims[1]:
             return False
-        if self.rows_below is not None and (
-            request.num_rows is None or request.num_rows >= self.rows_below
-        ):
+        if self.rows_below is not None and (request.num_rows is None or request.num_rows >= self.rows_below):
             return False
         return self.wanted <= request.features and not self.unwanted & request.features
 

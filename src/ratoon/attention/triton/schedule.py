@@ -23,7 +23,7 @@ from ratoon.attention.plan import AttentionPlan
 from ratoon.attention.tiles import Intervals, TileState, build_tile_map
 
 PARTIAL_COST = 1.4
-"""Time of a partial tile in full ones: the mask's comparisons."""
+"""Time of a partial tile in full ones, the mask's comparisons, as far as the order of work is concerned."""
 
 START_COST = 1.5
 """Time in full tiles of what a tile of rows takes besides its keys: its own rows in, its output out."""
@@ -114,13 +114,13 @@ def build_row_schedule(plan: AttentionPlan, row_tile: int, key_tile: int) -> Row
     tiles = build_tile_map(plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile)
     full = tiles.key_intervals_of_rows(TileState.FULL)
     partial = tiles.key_intervals_of_rows(TileState.PARTIAL)
-    costs_R = lengths(full) + PARTIAL_COST * lengths(partial)
+    costs_R = _lengths(full) + PARTIAL_COST * _lengths(partial)
     return RowSchedule(
-        tile_R=on_device(_by_falling(costs_R), plan),
+        tile_R=_on_device(_by_falling(costs_R), plan),
         costs_R=costs_R,
         full=_intervals_on_device(full, plan),
         partial=_intervals_on_device(partial, plan),
-        key_terms=on_device(_key_terms(plan, key_tile), plan),
+        key_terms=_on_device(_key_terms(plan, key_tile), plan),
     )
 
 
@@ -138,8 +138,8 @@ def build_row_work(plan: AttentionPlan, row_tile: int, key_tile: int, num_heads:
     work_P = np.concatenate([work_HR[: num_heads - num_mixed].ravel(), work_HR[num_heads - num_mixed :].T.ravel()])
     worker_P = _first_free(costs_R[work_P % max(costs_R.size, 1)], num_workers)
     return RowWork(
-        work_P=on_device(work_P[np.argsort(worker_P, kind="stable")], plan),
-        offsets_W=on_device(offsets(np.bincount(worker_P, minlength=num_workers)), plan),
+        work_P=_on_device(work_P[np.argsort(worker_P, kind="stable")], plan),
+        offsets_W=_on_device(_offsets(np.bincount(worker_P, minlength=num_workers)), plan),
     )
 
 
@@ -150,14 +150,14 @@ def build_key_schedule(
     tiles = build_tile_map(plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile)
     full = tiles.row_intervals_of_keys(TileState.FULL)
     partial = tiles.row_intervals_of_keys(TileState.PARTIAL)
-    costs_K = lengths(full) + PARTIAL_COST * lengths(partial)
+    costs_K = _lengths(full) + PARTIAL_COST * _lengths(partial)
     max_cost = max(MAX_SHARE * costs_K.sum() / max(num_workers // num_kv_heads, 1), 1.0)
     parts_K = np.maximum(np.ceil(costs_K / max_cost), 1).astype(np.int32)
     # No more parts than tiles of rows: none would be left for some.
-    parts_K = np.minimum(parts_K, np.maximum(lengths(full) + lengths(partial), 1)).astype(np.int32)
+    parts_K = np.minimum(parts_K, np.maximum(_lengths(full) + _lengths(partial), 1)).astype(np.int32)
     tile_I = np.repeat(np.arange(parts_K.size, dtype=np.int32), parts_K)
     full, partial = _split(full, parts_K), _split(partial, parts_K)
-    costs_I = lengths(full) + PARTIAL_COST * lengths(partial)
+    costs_I = _lengths(full) + PARTIAL_COST * _lengths(partial)
 
     split_tile_X = np.flatnonzero(parts_K > 1).astype(np.int32)
     is_split_I = parts_K[tile_I] > 1
@@ -165,14 +165,14 @@ def build_key_schedule(
     # Keys of one segment are read by the same rows, but for the tiles on the diagonal.
     segment_I = np.searchsorted(plan.layout.segment_offsets, tile_I * key_tile, side="right") - 1
     return KeySchedule(
-        tile_I=on_device(tile_I, plan),
-        slot_I=on_device(slot_I, plan),
+        tile_I=_on_device(tile_I, plan),
+        slot_I=_on_device(slot_I, plan),
         full=_intervals_on_device(full, plan),
         partial=_intervals_on_device(partial, plan),
-        split_tile_X=on_device(split_tile_X, plan),
-        split_slots=on_device(offsets(parts_K[split_tile_X]), plan),
+        split_tile_X=_on_device(split_tile_X, plan),
+        split_slots=_on_device(_offsets(parts_K[split_tile_X]), plan),
         num_slots=int(is_split_I.sum()),
-        work_P=on_device(order_programs(costs_I, segment_I, num_workers, num_kv_heads), plan),
+        work_P=_on_device(order_programs(costs_I, segment_I, num_workers, num_kv_heads), plan),
     )
 
 
@@ -277,11 +277,11 @@ def _key_terms(plan: AttentionPlan, key_tile: int) -> NDArray[np.int32]:
 
 def _split(intervals: Intervals, parts_B: NDArray[np.int32]) -> Intervals:
     """Cuts each list's tiles, in order, into `parts_B` lists of nearly equal length (some may be empty)."""
-    lengths_B = lengths(intervals).astype(np.intp)
+    lengths_B = _lengths(intervals).astype(np.intp)
     list_I = np.repeat(np.arange(parts_B.size), parts_B)
-    part_I = np.arange(list_I.size) - np.repeat(offsets(parts_B)[:-1], parts_B)
+    part_I = np.arange(list_I.size) - np.repeat(_offsets(parts_B)[:-1], parts_B)
     # Tiles are counted through all lists.
-    first_B, first_J = offsets(lengths_B)[:-1], offsets(intervals.end_I - intervals.start_I)
+    first_B, first_J = _offsets(lengths_B)[:-1], _offsets(intervals.end_I - intervals.start_I)
     first_I = first_B[list_I] + part_I * lengths_B[list_I] // parts_B[list_I]
     cuts = np.union1d(first_I, first_J)
     cut_from, cut_to = cuts[:-1], cuts[1:]
@@ -290,16 +290,16 @@ def _split(intervals: Intervals, parts_B: NDArray[np.int32]) -> Intervals:
     interval = np.searchsorted(first_J, cut_from, side="right") - 1
     offset = intervals.start_I[interval] - first_J[interval]
     counts_I = np.bincount(item, minlength=list_I.size)
-    return Intervals(offsets(counts_I), (cut_from + offset).astype(np.int32), (cut_to + offset).astype(np.int32))
+    return Intervals(_offsets(counts_I), (cut_from + offset).astype(np.int32), (cut_to + offset).astype(np.int32))
 
 
-def lengths(intervals: Intervals) -> NDArray[np.int32]:
+def _lengths(intervals: Intervals) -> NDArray[np.int32]:
     """[B] number of tiles in each list."""
-    total = offsets(intervals.end_I - intervals.start_I)
+    total = _offsets(intervals.end_I - intervals.start_I)
     return total[intervals.offsets_B[1:]] - total[intervals.offsets_B[:-1]]
 
 
-def offsets(counts: NDArray[np.int32] | NDArray[np.intp]) -> NDArray[np.int32]:
+def _offsets(counts: NDArray[np.int32] | NDArray[np.intp]) -> NDArray[np.int32]:
     offsets = np.zeros(counts.size + 1, np.int32)
     np.cumsum(counts, out=offsets[1:])
     return offsets
@@ -320,9 +320,9 @@ def _by_falling_in_groups(
 
 def _intervals_on_device(intervals: Intervals, plan: AttentionPlan) -> DeviceIntervals:
     return DeviceIntervals(
-        on_device(intervals.offsets_B, plan), on_device(intervals.start_I, plan), on_device(intervals.end_I, plan)
+        _on_device(intervals.offsets_B, plan), _on_device(intervals.start_I, plan), _on_device(intervals.end_I, plan)
     )
 
 
-def on_device(values: NDArray[np.integer[Any]], plan: AttentionPlan) -> Tensor:
+def _on_device(values: NDArray[np.integer[Any]], plan: AttentionPlan) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=plan.device)
