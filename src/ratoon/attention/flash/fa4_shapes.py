@@ -42,6 +42,7 @@ def backward_head_dims(head_dim: int, v_head_dim: int, capability: int, *, one: 
     On 9 the sums of dq are laid out by multiples of 32: between them dq came out wrong (4.0.0b36). Of unlike head dims
     only (192, 128) has been seen to compile there: (64, 32) does not.
     """
+    assert v_head_dim <= head_dim, f"values of {v_head_dim} are longer than queries of {head_dim}: not of `head_dims`"
     if capability == 9:
         head_dim, v_head_dim = round_up(head_dim, 32), round_up(v_head_dim, 32)
         one = one or (head_dim, v_head_dim) != (192, 128)
