@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     )
     from ratoon.models.attachment import attach
     from ratoon.models.base_model import FrozenBase
+    from ratoon.models.compiled import set_compile
     from ratoon.models.config import FreshModelConfig, LoraConfig, ModelConfig
     from ratoon.models.forest import Forest
     from ratoon.models.forward import forward_logprobs
@@ -58,6 +59,7 @@ _HOMES = {
     "read_adapters": "adapters",
     "resolve_model_path": "model_files",
     "save_policy_adapters": "policy",
+    "set_compile": "compiled",
     "set_recompute": "recompute",
     "stock_attention": "interface",
 }
@@ -92,6 +94,7 @@ __all__ = [
     "read_adapters",
     "resolve_model_path",
     "save_policy_adapters",
+    "set_compile",
     "set_recompute",
     "stock_attention",
 ]

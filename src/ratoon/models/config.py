@@ -13,6 +13,7 @@ AttentionImpl = Literal[
     "triton-adding", "flash-fa4", "flash-fa3", "flash-fa2", "flash-cpu", "flex-triton", "flex-fa4",
 ]  # fmt: skip
 Recompute = Literal["none", "selective", "full"]
+Compile = Literal["none", "layers"]
 
 
 class FreshModelConfig(BaseModel):
@@ -129,6 +130,10 @@ class ModelConfig(BaseModel):
 
     recompute: Recompute = "none"
     """What the backward pass computes again to save memory: nothing, norms and MLPs, or every layer."""
+
+    compile: Compile = "none"
+    """Run each decoder layer through torch.compile, which fuses what is around its products; needs a C++ compiler on a
+    CPU. The first step takes some minutes longer."""
 
     rope_positions: int | None = Field(default=None, ge=1)
     """For rotary scalings chosen by length (dynamic, longrope): the run's longest sequence, which fixes them."""

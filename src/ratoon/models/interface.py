@@ -102,7 +102,8 @@ def stock_attention(model: PreTrainedModel, implementation: str) -> Iterator[Pre
     """Inside, an attached model runs transformers' own attention, to generate with the same weights.
 
     implementation: a name of transformers' (`eager`, `sdpa`, `paged|sdpa`, ...). The previous one is
-    restored on the way out, after an error too. Packed layouts are refused inside.
+    restored on the way out, after an error too. Packed layouts are refused inside. Nothing is compiled inside, in any
+    thread: compiled layers run as they are.
     """
     previous = model.config._attn_implementation
     assert previous is not None, "transformers gives every model an attention implementation"
@@ -110,7 +111,8 @@ def stock_attention(model: PreTrainedModel, implementation: str) -> Iterator[Pre
         raise ValueError(f"stock_attention takes the name of a transformers attention, got {implementation!r}")
     try:
         model.set_attn_implementation(implementation)
-        yield model
+        with torch.compiler.set_stance("force_eager"):
+            yield model
     finally:
         model.set_attn_implementation(previous)
 
@@ -198,6 +200,7 @@ def _no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
         )
 
 
+@torch.compiler.disable(reason="its plan and its kernels are no graph's business")
 def attend_forest(
     module: nn.Module,
     query_1HTD: Tensor,

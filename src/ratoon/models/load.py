@@ -22,7 +22,8 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from ratoon.models.attachment import attach
-from ratoon.models.config import Dtype, Recompute
+from ratoon.models.compiled import set_compile
+from ratoon.models.config import Compile, Dtype, Recompute
 from ratoon.models.model_files import read_json, refusing, resolve_model_path
 from ratoon.models.recompute import set_recompute
 from ratoon.models.refusals import refuse_config
@@ -52,6 +53,7 @@ def load_policy(
     device: torch.device | str = "cpu",
     impl: str = "auto",
     recompute: Recompute = "none",
+    compile: Compile = "none",
     gguf_file: str | None = None,
     rope_positions: int | None = None,
     trust_remote_code: bool = False,
@@ -75,7 +77,7 @@ def load_policy(
     move(model, torch.device(device))
     if rope_positions is not None:
         fix_rope(model, rope_positions)
-    return set_recompute(attach(model, impl), recompute)
+    return set_compile(set_recompute(attach(model, impl), recompute), compile)
 
 
 def load_model_folder(

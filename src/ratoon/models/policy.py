@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from ratoon.models.adapters import add_adapters, load_adapters, merge_adapters, save_adapters
 from ratoon.models.attachment import attach
 from ratoon.models.base_model import FrozenBase, base_of, fingerprint_of, remember_base
+from ratoon.models.compiled import set_compile
 from ratoon.models.config import FreshModelConfig, ModelConfig
 from ratoon.models.fresh import build_fresh
 from ratoon.models.load import DTYPES, cast_weights, load_model_folder, load_policy, move
@@ -31,7 +32,7 @@ def build_policy(
         model, _ = build_fresh(config.fresh, seed)
         cast_weights(model, DTYPES[config.dtype])
         move(model, torch.device(device))
-        set_recompute(attach(model, config.attention), config.recompute)
+        set_compile(set_recompute(attach(model, config.attention), config.recompute), config.compile)
     else:
         assert config.path is not None, "a model config has a path or is fresh"
         model = _load(config, config.path, gguf_file=config.gguf_file, device=device)
@@ -88,6 +89,7 @@ def _load(config: ModelConfig, path: str, *, gguf_file: str | None, device: torc
         device=device,
         impl=config.attention,
         recompute=config.recompute,
+        compile=config.compile,
         gguf_file=gguf_file,
         rope_positions=config.rope_positions,
         trust_remote_code=config.trust_remote_code,

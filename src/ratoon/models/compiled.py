@@ -1,0 +1,36 @@
+"""Layers that torch.compile has fused, around an attention that it does not look into."""
+
+from typing import get_args
+
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ratoon.models.config import Compile
+from ratoon.models.interface import attachment_of
+from ratoon.types import UserError
+
+
+def set_compile(model: PreTrainedModel, mode: Compile, *, backend: str = "inductor") -> PreTrainedModel:
+    """Sets, in place, whether the layers of an attached model run compiled where they read a forest.
+
+    - `none`: as transformers wrote them.
+    - `layers`: each decoder layer through torch.compile. Layers of one kind share their graphs. The number of rows is
+      a symbol in them, so that neither other lengths nor other groups compile anything again.
+
+    Under `stock_attention` the layers run as they are: generation would compile graphs for each of its own shapes.
+    A deep copy is not compiled. Set it after recomputation, before the model is sharded. Results change by rounding.
+    """
+    if mode not in get_args(Compile):
+        raise ValueError(f"compile must be one of {', '.join(get_args(Compile))}, got {mode!r}")
+    attachment_of(model)  # refuses a model whose attention a compiler would look into
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if mode == "layers" and not layers:
+        raise UserError(
+            f"{type(model).__name__} does not mark its layers, which are what is compiled; use compile = 'none' with it"
+        )
+    for layer in layers:
+        if mode == "layers":
+            layer.compile(dynamic=True, backend=backend)
+        else:
+            layer._compiled_call_impl = None
+    return model
