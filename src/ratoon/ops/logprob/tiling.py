@@ -22,10 +22,10 @@ CPU_TILE_COLUMNS = 4096
 the two products of backward that read it."""
 
 CUDA_TILE_BYTES = 264 * MIB
-CUDA_TILE_ROWS = 16_384
+CUDA_TILE_ROWS = 8_192
 """On a GPU a tile pays for launches and for one reading and writing of the sums in fp32: hidden's gradient once a tile,
-the weight's once for each tile but the first in a column of tiles. So all rows go together where they can, beside as
-many columns as the memory allows: 16,384 x 4,224 on an H200."""
+the weight's once for each tile but the first in a column of tiles. But products of wide tiles are faster: on an H200
+with 264 MiB whole updates took 2 % less with 8,192 x 8,448 than with 16,384 x 4,224."""
 
 CUDA_COLUMNS_PER_PROCESSOR = 32
 """Columns come in multiples of this times the GPU's multiprocessors: a matrix product's blocks, up to 128 x 256, then
