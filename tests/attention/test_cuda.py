@@ -462,6 +462,23 @@ def test_addresses_past_32_bits(impl: str):
         assert (first - last).abs().max() <= 1e-2 * first.abs().max()
 
 
+@pytest.mark.parametrize("impl", ["auto", *FAST_IMPLS])
+def test_tensors_of_another_gpu_than_the_current_one(impl: str):
+    """Triton launches on the current device: without care, another GPU's addresses would be read there."""
+    need(impl)
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    layout, shape = FORESTS["ragged groups"], Shape()
+    case = shape.case(layout).to(shape.dtype, "cuda:1")
+    plan = AttentionPlan.build(layout, "cuda:1")
+
+    def attention(case: Case) -> Tensor:
+        return forest_attention(case.q_THD, case.k_THD, case.v_THE, plan, impl=impl)
+
+    assert torch.cuda.current_device() == 0
+    assert_within_error_budget(attention, case, dense_mask(layout).to("cuda:1"))
+
+
 def test_auto_takes_what_its_table_says():
     """On a Hopper GPU: FlashAttention-4 where it is installed, our own kernels for what it has not."""
     if architecture_of("cuda") != "sm90":

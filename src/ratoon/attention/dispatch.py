@@ -4,6 +4,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from typing import ParamSpec, cast
 
@@ -70,10 +71,13 @@ def forest_attention(
         features=frozenset(feature for feature, is_asked in asked.items() if is_asked),
         num_rows=plan.num_rows,
     )
-    choice, scoring = resolve_impl(request, impl), Scoring(softmax_scale=scale, softcap=softcap)
-    if choice.impl == "flex":
-        return _attend_by_flex(q_THD, k_THD, v_THD, sinks_H, plan, scoring, choice)
-    return attend(q_THD, k_THD, v_THD, sinks_H, plan, scoring, _kernels(choice), deterministic=deterministic)
+    scoring = Scoring(softmax_scale=scale, softcap=softcap)
+    # Kernels are chosen for the current device and launched there, whatever their arguments' is.
+    with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
+        choice = resolve_impl(request, impl)
+        if choice.impl == "flex":
+            return _attend_by_flex(q_THD, k_THD, v_THD, sinks_H, plan, scoring, choice)
+        return attend(q_THD, k_THD, v_THD, sinks_H, plan, scoring, _kernels(choice), deterministic=deterministic)
 
 
 def _attend_by_flex(
