@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from ratoon.attention.transfer import to_device
 from ratoon.layout import PackedLayout
 
 Schedule = TypeVar("Schedule")
@@ -64,8 +65,8 @@ class AttentionPlan:
             num_rows=layout.num_rows,
             device=device,
             window=window,
-            positions_T=torch.tensor(layout.positions_T, device=device),
-            expiry_T=torch.tensor(layout.expiry_T, device=device),
+            positions_T=to_device(layout.positions_T, device),
+            expiry_T=to_device(layout.expiry_T, device),
             layout=layout,
         )
 

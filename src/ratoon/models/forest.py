@@ -9,6 +9,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from ratoon.attention import AttentionPlan, AttentionRequest
+from ratoon.attention.transfer import to_device
 from ratoon.layout import PackedLayout
 
 
@@ -50,8 +51,8 @@ class Forest:
             layout=layout,
             device=device,
             impl=impl,
-            token_ids_1T=torch.tensor(layout.token_ids_T, device=device)[None],
-            positions_1T=torch.tensor(layout.positions_T, device=device, dtype=torch.int64)[None],
+            token_ids_1T=to_device(layout.token_ids_T, device)[None],
+            positions_1T=to_device(layout.positions_T, device, torch.int64)[None],
         )
 
     def plan_for(self, window: int | None) -> AttentionPlan:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ratoon.attention.transfer import to_device
 from ratoon.layout import PackedLayout
 from ratoon.models.forest import Forest
 from ratoon.models.interface import attachment_of, head_of
@@ -56,9 +57,9 @@ def score_forest(
     attachment = attachment_of(model)
     head = head_of(model)
     hidden_TC = model.base_model(input_ids=forest.token_ids_1T, forest=forest, use_cache=False)[0][0]
-    predictor_row_M = torch.tensor(forest.layout.predictor_row_M, device=hidden_TC.device, dtype=torch.int64)
+    predictor_row_M = to_device(forest.layout.predictor_row_M, hidden_TC.device, torch.int64)
     hidden_MC = hidden_TC.index_select(0, predictor_row_M)
-    target_M = torch.tensor(forest.layout.target_M, device=hidden_TC.device)
+    target_M = to_device(forest.layout.target_M, hidden_TC.device)
     score = linear_logprob if support is None else partial(support_logprob, support=support)
     return score(
         hidden_MC,

@@ -17,6 +17,7 @@ from ratoon.algorithms.kl import kl_estimates
 from ratoon.algorithms.losses import supervised_loss
 from ratoon.algorithms.objective import ScoredTokens, microbatch_objective
 from ratoon.algorithms.sequences import sequence_sums
+from ratoon.attention.transfer import to_device
 from ratoon.distributed import DataParallel
 from ratoon.models import forward_logprobs, has_adapters, model_shape
 from ratoon.planner import useful_flops
@@ -130,7 +131,7 @@ class Trainer:
         logprobs_M, _ = forward_logprobs(self.model, batch.layout, self.temperature, support=batch.support)
         kl_M = kl_estimates(logprobs_M, ref_logprobs_M, estimator=self.algorithm.kl_estimator)
         every_M = torch.ones_like(kl_M, dtype=torch.bool)
-        sequence_of_M = torch.tensor(batch.layout.sequence_of_M, device=kl_M.device)
+        sequence_of_M = to_device(batch.layout.sequence_of_M, kl_M.device)
         return sequence_sums(kl_M, every_M, sequence_of_M, num_sequences=batch.layout.num_sequences).tolist()
 
     def _check(self, updates: Sequence[Update]) -> None:
@@ -182,7 +183,7 @@ class Trainer:
             old_logprobs_M=logprobs_M.detach() if batch.old_logprobs_M is None else batch.old_logprobs_M,
             advantages_M=_like(batch.advantages_M, logprobs_M),
             loss_weights_M=_like(batch.loss_weights_M, logprobs_M),
-            sequence_of_M=torch.tensor(batch.layout.sequence_of_M, device=logprobs_M.device),
+            sequence_of_M=to_device(batch.layout.sequence_of_M, logprobs_M.device),
             num_sequences=batch.layout.num_sequences,
             rollout_logprobs_M=None if rollout_logprobs_M is None else _like(rollout_logprobs_M, logprobs_M),
             ref_logprobs_M=ref_logprobs_M,
@@ -199,4 +200,4 @@ class Trainer:
 
 
 def _like(values_M: Tensor, other: Tensor) -> Tensor:
-    return values_M.to(device=other.device, dtype=other.dtype)
+    return to_device(values_M, other.device, other.dtype)

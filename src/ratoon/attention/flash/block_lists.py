@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ratoon.attention.plan import AttentionPlan
 from ratoon.attention.tiles import TileState, build_tile_map
+from ratoon.attention.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,6 @@ def _lists(is_in_RK: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, T
     first_of_R = np.cumsum(counts_R) - counts_R
     numbers_RI[tiles, np.arange(tiles.size) - first_of_R[tiles]] = numbers
     return (
-        torch.tensor(counts_R.astype(np.int32), device=device)[None, None],
-        torch.tensor(numbers_RI, device=device)[None, None],
+        to_device(counts_R.astype(np.int32), device)[None, None],
+        to_device(numbers_RI, device)[None, None],
     )

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.attention.plan import AttentionPlan
+from ratoon.attention.transfer import to_device
 from ratoon.layout import PackedLayout
 
 
@@ -178,7 +179,7 @@ def _mask_of_runs(starts: NDArray[np.int32], ends: NDArray[np.int32], num_rows: 
     steps = np.zeros(num_rows + 1, np.int32)
     np.add.at(steps, starts, 1)
     np.add.at(steps, ends, -1)
-    return torch.tensor(steps[:-1].cumsum() > 0, device=device)
+    return to_device(steps[:-1].cumsum() > 0, device)
 
 
 def _rows(starts: NDArray[np.int32], lengths: NDArray[np.int32], device: torch.device) -> slice | Tensor:
@@ -186,8 +187,8 @@ def _rows(starts: NDArray[np.int32], lengths: NDArray[np.int32], device: torch.d
     if (starts[1:] == starts[:-1] + lengths[:-1]).all():
         return slice(int(starts[0]), int(starts[0] + lengths.sum()))
     shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
-    return torch.tensor(np.arange(shift.size) + shift, device=device)
+    return to_device(np.arange(shift.size) + shift, device)
 
 
 def _to_device(numbers: NDArray[np.integer], device: torch.device) -> Tensor:
-    return torch.tensor(numbers.astype(np.int32), device=device)
+    return to_device(numbers.astype(np.int32), device)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ratoon.attention.plan import AttentionPlan
 from ratoon.attention.tiles import TileState, build_tile_map
+from ratoon.attention.transfer import to_device
 
 MIN_TILES = 2
 """A size of one would be compiled in as a constant, and the next length would compile anew."""
@@ -64,7 +65,7 @@ def build_flex_blocks(plan: AttentionPlan, row_tile: int, key_tile: int) -> Flex
     largest, smallest = max(row_tile, key_tile), min(row_tile, key_tile)
     assert largest % smallest == 0, f"tiles of {row_tile} rows and {key_tile} keys have no common multiple of use"
     num_rows = max(-(-plan.num_rows // largest), MIN_TILES) * largest
-    state_RK = torch.from_numpy(_padded_states(plan, num_rows, row_tile, key_tile)).to(plan.device)
+    state_RK = to_device(_padded_states(plan, num_rows, row_tile, key_tile), plan.device)
     is_partial_RK, is_full_RK = state_RK == TileState.PARTIAL, state_RK == TileState.FULL
 
     positions_T = floor_T = None

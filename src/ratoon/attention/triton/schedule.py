@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ratoon.attention.plan import AttentionPlan
 from ratoon.attention.tiles import Intervals, TileState, build_tile_map
+from ratoon.attention.transfer import to_device
 
 PARTIAL_COST = 1.4
 """Time of a partial tile in full ones, the mask's comparisons, as far as the order of work is concerned."""
@@ -325,4 +326,4 @@ def _intervals_on_device(intervals: Intervals, plan: AttentionPlan) -> DeviceInt
 
 
 def _on_device(values: NDArray[np.integer[Any]], plan: AttentionPlan) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=plan.device)
+    return to_device(values, plan.device, torch.int32)
