@@ -1,4 +1,4 @@
-"""Sums and broadcasts between the processes that train one model."""
+"""Sums, broadcasts and sharded weights between the processes that train one model."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -6,15 +6,54 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ratoon.distributed.data_parallel import CollectiveError, DataParallel
     from ratoon.distributed.launch import from_environment, single_process
+    from ratoon.distributed.sharded import (
+        clip_gradients,
+        full_weights,
+        idle_layout,
+        is_sharded,
+        reshard,
+        run_in_root,
+        set_gradient_sync,
+        shard_mesh,
+        shard_model,
+    )
+    from ratoon.distributed.sharded_checkpoint import load_sharded, save_sharded
 
 _HOMES = {
     "CollectiveError": "data_parallel",
     "DataParallel": "data_parallel",
+    "clip_gradients": "sharded",
     "from_environment": "launch",
+    "full_weights": "sharded",
+    "idle_layout": "sharded",
+    "is_sharded": "sharded",
+    "load_sharded": "sharded_checkpoint",
+    "reshard": "sharded",
+    "run_in_root": "sharded",
+    "save_sharded": "sharded_checkpoint",
+    "set_gradient_sync": "sharded",
+    "shard_mesh": "sharded",
+    "shard_model": "sharded",
     "single_process": "launch",
 }
 
-__all__ = ["CollectiveError", "DataParallel", "from_environment", "single_process"]
+__all__ = [
+    "CollectiveError",
+    "DataParallel",
+    "clip_gradients",
+    "from_environment",
+    "full_weights",
+    "idle_layout",
+    "is_sharded",
+    "load_sharded",
+    "reshard",
+    "run_in_root",
+    "save_sharded",
+    "set_gradient_sync",
+    "shard_mesh",
+    "shard_model",
+    "single_process",
+]
 
 
 def __getattr__(name: str) -> Any:
