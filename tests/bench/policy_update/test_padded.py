@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from ratoon.bench import policy_update
-from ratoon.bench.policy_update import PolicyUpdateCase, bench_policy_update
+from ratoon.bench.policy_update import padded
+from ratoon.bench.policy_update.padded import PolicyUpdateCase, bench_policy_update
 from ratoon.bench.rows import append_rows
 from ratoon.models import attach
 
@@ -50,15 +50,15 @@ def test_rows_hold_what_the_design_asks_for(model: PreTrainedModel, tmp_path: Pa
 
 
 def test_a_variant_that_computes_something_else_is_not_timed(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch):
-    right = policy_update._padded_chunked
+    right = padded._padded_chunked
 
-    def wrong(model: PreTrainedModel, work: policy_update._Work) -> torch.Tensor:
+    def wrong(model: PreTrainedModel, work: padded._Work) -> torch.Tensor:
         return 1.01 * right(model, work)
 
     def no_timing(*_: object) -> float:
         raise AssertionError("timed although the check was red")
 
-    monkeypatch.setattr(policy_update, "_padded_chunked", wrong)
-    monkeypatch.setattr(policy_update, "_time_one", no_timing)
+    monkeypatch.setattr(padded, "_padded_chunked", wrong)
+    monkeypatch.setattr(padded, "_time_one", no_timing)
     with pytest.raises(RuntimeError, match="no speed is reported"):
         bench_policy_update(model, CASE, repeats=1, command="")

@@ -1,4 +1,4 @@
-"""One policy update (forward, loss, backward) of one group: shared prompt against padded copies."""
+"""A model from a folder: one policy update of one group, shared prompt against padded copies."""
 
 # Shape letters: N responses, P prompt tokens, R response tokens, V vocabulary, C channels.
 
