@@ -52,7 +52,7 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
         example=_POLICY_UPDATE_EXAMPLE,
         run=_policy_update,
     )
-    _add_choices(update, "variants", "the steps of one variant are timed", default_ms=4000)
+    _add_choices(update, "variants", "the steps of one variant are timed", default_ms=2500)
     loaded = update.add_argument_group("a model of yours, in place of the cases")
     loaded.add_argument("--model", help="a model folder, or package:NAME")
     loaded.add_argument("--gguf-file", default=None, help="a GGUF file inside the model folder")
@@ -149,7 +149,7 @@ def _policy_update_of_cases(known: argparse.Namespace) -> int:
         cases=known.cases,
         impls=known.impls,
         peers=known.peers,
-        budget_s=(known.budget_ms or 4000) / 1e3,
+        budget_s=(known.budget_ms or 2500) / 1e3,
         command=_command_line(),
         results=known.results,
         say=_say,

@@ -94,7 +94,7 @@ _TINY = Decoder(
     tied_embeddings=True,
 )  # fmt: skip
 _TINY_EXPERTS = replace(
-    _TINY, name="tiny-Qwen3-MoE", intermediate_size=32, num_experts=8, experts_per_token=2, tied_embeddings=False
+    _TINY, name="tiny-Qwen3-MoE", intermediate_size=24, num_experts=32, experts_per_token=8, tied_embeddings=False
 )
 
 _FAST = "auto/none/layers"
@@ -104,7 +104,7 @@ _FEW = (_FAST, "auto/full/none")
 _CASES = (
     UpdateCase(
         name="1.7b-p8192-r512-n16", decoder=_QWEN3_1_7B, P=8192, R=512, N=16,
-        ours=(_FAST, "auto/selective/layers", "auto/full/layers", "auto/full/none"),
+        ours=(_FAST, "auto/full/none", "auto/selective/layers"),
         peers=(PEERS_TODAY, "fa4/none/layers", "kv-copy-fa4/none/layers", "fa2/none/layers"),
     ),
     UpdateCase(
@@ -113,7 +113,7 @@ _CASES = (
     ),
     UpdateCase(
         name="8b-p8192-r1024-n16", decoder=_QWEN3_8B, P=8192, R=1024, N=16,
-        ours=("auto/selective/layers", "auto/none/layers", "auto/full/layers"), peers=("fa4/selective/layers",),
+        ours=("auto/selective/layers", _FAST), peers=("fa4/selective/layers",),
     ),
     UpdateCase(
         name="30b-a3b-cut-p8192-r512-n16", decoder=_QWEN3_30B_A3B_CUT, P=8192, R=512, N=16,

@@ -33,7 +33,8 @@ SLICE_SEQUENCES = 2
 """Of a replicated microbatch on the slice: several microbatches, and a last one that is not full."""
 
 FULL_SIZE_GAP = 0.2
-"""Relative, of gradients at full size."""
+"""Relative, of gradients at full size. Right ways of 28 layers in bf16 differ by 0.07 (narrow layers, on a CPU); where
+the responses of a microbatch read one another it is 0.57."""
 
 LOGPROBS = "log-probs"
 _ATTENTION_WEIGHTS = ("q_proj", "k_proj", "v_proj", "o_proj")

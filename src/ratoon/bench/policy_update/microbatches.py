@@ -216,13 +216,17 @@ def load_kernel(impl: Impl, device: torch.device) -> VarlenKernel:
     return _fa2 if impl == "fa2" else _load_fa4()
 
 
-def kernels_of(variant: Variant, model: PreTrainedModel) -> str:
+def kernels_of(variant: Variant, model: PreTrainedModel, num_rows: int) -> str:
     """What the row says of attention's kernels."""
     if variant.is_peer:
         return "torch's FlashAttention-2, varlen" if variant.impl == "fa2" else "flash-attn-4, varlen"
     shape = model_shape(model.config)
     request = AttentionRequest(
-        device_type=model.device.type, dtype=model.dtype, head_dim=shape.head_dim, v_head_dim=shape.head_dim
+        device_type=model.device.type,
+        dtype=model.dtype,
+        head_dim=shape.head_dim,
+        v_head_dim=shape.head_dim,
+        num_rows=num_rows,
     )
     return resolve_impl(request, "auto").kernels
 

@@ -216,7 +216,7 @@ class _CaseRun:
             "recompute": variant.recompute,
             "compile": variant.compile != "none",
             "microbatches": len(microbatches),
-            "kernels": kernels_of(variant, self.model),
+            "kernels": kernels_of(variant, self.model, microbatches[0].pack.num_rows),
             "logprobs": _LOGPROBS,
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "step_s": step_s,
