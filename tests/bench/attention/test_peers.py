@@ -127,7 +127,7 @@ def test_what_a_peer_lacks_is_said(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(peers, "import_module", absent)
     with pytest.raises(CannotRunError, match=r"flash-attn-4 cannot be imported here: No module named 'flash_attn"):
-        peers._load_fa4()
+        peers.load_fa4()
 
 
 def test_fa4_is_called_as_its_package_documents(monkeypatch: pytest.MonkeyPatch):
@@ -140,7 +140,7 @@ def test_fa4_is_called_as_its_package_documents(monkeypatch: pytest.MonkeyPatch)
             return "out", "lse"
 
     monkeypatch.setattr(peers, "import_module", lambda name: {"flash_attn.cute": Package}[name])
-    fa4 = peers._load_fa4()
+    fa4 = peers.load_fa4()
     cu = torch.tensor([0, 3], dtype=torch.int32)
     tensor = torch.zeros(3, 1, 8)
     assert fa4(tensor, tensor, tensor, cu, cu, 3, 3, 0.5, 4) == "out"
@@ -176,6 +176,6 @@ def test_fa2_runs_forward_and_backward_as_torch_declares_it(window: int | None):
         torch.empty(9, heads, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
     )
     cu = torch.empty(3, dtype=torch.int32, device="meta")
-    out = peers._fa2(q, k, v, cu, cu, 5, 5, 0.25, window)
+    out = peers.fa2_kernel(q, k, v, cu, cu, 5, 5, 0.25, window)
     grads = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
     assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]

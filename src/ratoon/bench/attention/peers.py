@@ -52,11 +52,11 @@ def make_peer(name: str, work: Work) -> Candidate:
         raise CannotRunError("needs a CUDA device")
     match name:
         case "fa2":
-            return replicated_varlen(name, work, _fa2)
+            return replicated_varlen(name, work, fa2_kernel)
         case "fa4":
-            return replicated_varlen(name, work, _load_fa4())
+            return replicated_varlen(name, work, load_fa4())
         case "kv-copy-fa4":
-            return copied_keys(name, work, _load_fa4())
+            return copied_keys(name, work, load_fa4())
         case "flex-triton":
             return masked_flex(name, work)
         case "cudnn":
@@ -125,7 +125,7 @@ def replicated_varlen(name: str, work: Work, kernel: VarlenKernel) -> Candidate:
     sequences = sequence_rows(work.case.layout)
     _require_memory(work, sum(rows.size for rows in sequences))
     copies = Copies.of(np.concatenate(sequences), work.case.layout.num_rows, work.device)
-    cu_seqlens = _cu_seqlens([rows.size for rows in sequences], work.device)
+    cu_seqlens = cu_seqlens_of([rows.size for rows in sequences], work.device)
     longest = max(rows.size for rows in sequences)
     leaves = as_leaves(*(copies.copy(x) for x in (work.q_THD, work.k_THD, work.v_THD)))
     return Candidate(
@@ -187,14 +187,14 @@ def copied_keys(name: str, work: Work, kernel: VarlenKernel) -> Candidate:
     paths = segment_paths(layout)
     copies = Copies.of(np.concatenate(paths), layout.num_rows, work.device)
     lengths = np.diff(layout.segment_offsets).tolist()
-    cu_seqlens_q = _cu_seqlens(lengths, work.device)
-    cu_seqlens_k = _cu_seqlens([rows.size for rows in paths], work.device)
+    cu_seqlens_q = cu_seqlens_of(lengths, work.device)
+    cu_seqlens_k = cu_seqlens_of([rows.size for rows in paths], work.device)
     max_seqlen_q, max_seqlen_k = max(lengths), max(rows.size for rows in paths)
     leaves = as_leaves(work.q_THD, work.k_THD, work.v_THD)
 
     def forward() -> Tensor:
         q_THD, k_THD, v_THD = leaves
-        k_UHD, v_UHD = _CopyRows.apply(k_THD, copies), _CopyRows.apply(v_THD, copies)
+        k_UHD, v_UHD = CopyRows.apply(k_THD, copies), CopyRows.apply(v_THD, copies)
         return kernel(
             *(q_THD, k_UHD, v_UHD, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
             *(work.softmax_scale, work.case.window),
@@ -224,7 +224,7 @@ def segment_paths(layout: PackedLayout) -> list[np.ndarray]:
     return paths
 
 
-class _CopyRows(torch.autograd.Function):
+class CopyRows(torch.autograd.Function):
     """Copies rows; the gradient sums copies in float32, because sums in bf16 lose what many copies add."""
 
     @staticmethod
@@ -296,7 +296,7 @@ def _heads_first(tensor_THD: Tensor) -> Tensor:
     return tensor_THD.transpose(0, 1)[None].contiguous()
 
 
-def _fa2(
+def fa2_kernel(
     q_UHD: Tensor,
     k_UHD: Tensor,
     v_UHD: Tensor,
@@ -316,7 +316,7 @@ def _fa2(
     )[0]
 
 
-def _load_fa4() -> VarlenKernel:
+def load_fa4() -> VarlenKernel:
     """FlashAttention-4 from the package `flash-attn-4`."""
     try:
         flash_attn_varlen_func = import_module("flash_attn.cute").flash_attn_varlen_func
@@ -355,7 +355,7 @@ def _cudnn(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, softmax_scale: float)
         )
 
 
-def _cu_seqlens(lengths: list[int], device: torch.device) -> Tensor:
+def cu_seqlens_of(lengths: list[int], device: torch.device) -> Tensor:
     return torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32, device=device)
 
 

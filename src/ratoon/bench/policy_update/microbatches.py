@@ -24,11 +24,11 @@ from ratoon.attention import AttentionRequest, resolve_impl
 from ratoon.bench.attention.candidates import CannotRunError
 from ratoon.bench.attention.peers import (
     Copies,
+    CopyRows,
     VarlenKernel,
-    _CopyRows,  # pyright: ignore[reportPrivateUsage]
-    _cu_seqlens,  # pyright: ignore[reportPrivateUsage]
-    _fa2,  # pyright: ignore[reportPrivateUsage]
-    _load_fa4,  # pyright: ignore[reportPrivateUsage]
+    cu_seqlens_of,
+    fa2_kernel,
+    load_fa4,
     segment_paths,
 )
 from ratoon.bench.policy_update.variants import Impl, Variant
@@ -137,7 +137,7 @@ class VarlenPack:
     def attend(self, q_UHD: Tensor, k_UHD: Tensor, v_UHD: Tensor, softmax_scale: float) -> Tensor:
         """-> [U, Hq, D]."""
         if self.key_copies is not None:
-            k_UHD, v_UHD = (_CopyRows.apply(x, self.key_copies) for x in (k_UHD, v_UHD))
+            k_UHD, v_UHD = (CopyRows.apply(x, self.key_copies) for x in (k_UHD, v_UHD))
         return self.kernel(
             *(q_UHD, k_UHD, v_UHD, self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k),
             *(softmax_scale, None),
@@ -213,7 +213,7 @@ def load_kernel(impl: Impl, device: torch.device) -> VarlenKernel:
     """The attention kernel of a peer. Raises CannotRunError where it is not here."""
     if device.type != "cuda":
         raise CannotRunError("needs a CUDA device")
-    return _fa2 if impl == "fa2" else _load_fa4()
+    return fa2_kernel if impl == "fa2" else load_fa4()
 
 
 def kernels_of(variant: Variant, model: PreTrainedModel, num_rows: int) -> str:
@@ -268,7 +268,7 @@ def _replicated(layout: PackedLayout, kernel: VarlenKernel, device: torch.device
     starts_N = np.cumsum([0, *lengths[:-1]])
     # A row's position in its sequence is its place in the copy.
     predictor_row_M = starts_N[layout.sequence_of_M] + layout.positions_T[layout.predictor_row_M]
-    cu_seqlens = _cu_seqlens(lengths, device)
+    cu_seqlens = cu_seqlens_of(lengths, device)
     longest = max(lengths)
     return VarlenPack(
         tokens=_Tokens.of(layout, row_U, predictor_row_M, device),
@@ -287,8 +287,8 @@ def _copied_keys(layout: PackedLayout, kernel: VarlenKernel, device: torch.devic
     return VarlenPack(
         tokens=_Tokens.of(layout, np.arange(layout.num_rows), layout.predictor_row_M, device),
         kernel=kernel,
-        cu_seqlens_q=_cu_seqlens(lengths, device),
-        cu_seqlens_k=_cu_seqlens([path.size for path in paths], device),
+        cu_seqlens_q=cu_seqlens_of(lengths, device),
+        cu_seqlens_k=cu_seqlens_of([path.size for path in paths], device),
         max_seqlen_q=max(lengths),
         max_seqlen_k=max(path.size for path in paths),
         key_copies=Copies.of(np.concatenate(paths), layout.num_rows, device),
