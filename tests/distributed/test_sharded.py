@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
@@ -10,6 +10,8 @@ import torch
 from tests.distributed.ranks import run_on_ranks
 from tests.trainer.tiny_policy import WORDS, tiny_model
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -23,6 +25,7 @@ from ratoon.distributed import (
     shard_mesh,
     shard_model,
 )
+from ratoon.distributed.sharded import local_part
 from ratoon.layout import PackedLayout, pack_groups
 from ratoon.models import attach, forward_logprobs, set_compile, set_recompute
 from ratoon.types import Prompt, Response, RolloutGroup
@@ -128,8 +131,6 @@ def train(model: PreTrainedModel, case: Case, *, rank: int = 0, world_size: int 
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
-    from torch.distributed.tensor import DTensor
-
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return {
         name: (grad.full_tensor() if isinstance(grad, DTensor) else grad).detach().clone()
@@ -147,6 +148,154 @@ CASES: dict[int, list[Case]] = {
     ],
     3: [Case(recompute="full", num_steps=2), Case(tied=False, dtype=torch.float32)],
 }
+
+
+def gradient_part(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return local_part(parameter.grad)
+
+
+def held_bytes(ranks: DataParallel, _: Path) -> list[int]:
+    """After an update: bytes of weights and moments on this rank, and of the largest gradient that it held."""
+    case = Case(dtype=torch.float32)
+    model = build_sharded(case)
+    optimizer = optimizer_of(model)
+    backward_all(model, case, rank=ranks.rank, world_size=ranks.world_size)
+    num_grads = sum(gradient_part(parameter).numel() for parameter in model.parameters())
+    clip_gradients(model, MAX_NORM)
+    optimizer.step()
+    parts = [local_part(parameter) for parameter in model.parameters()]
+    moments = [local_part(state[key]) for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    return [sum(part.untyped_storage().nbytes() for part in parts + moments), 4 * num_grads]
+
+
+def layers_gathered_at_once(ranks: DataParallel, _: Path) -> int:
+    """The largest number of layers whose whole weights stand registered while one computes, recomputation included."""
+    model = build_sharded(Case(recompute="full"))
+    layers = layers_of(model)
+    seen: list[int] = []
+
+    def count(*_: Any) -> None:
+        seen.append(sum(not isinstance(next(layer.parameters()), DTensor) for layer in layers))
+
+    for layer in layers:
+        # Inside of the layer: recomputation stops before it ends.
+        layer.get_submodule("mlp").register_forward_pre_hook(count)
+    backward_all(model, Case(), rank=ranks.rank, world_size=ranks.world_size)
+    assert len(seen) >= 2 * len(layers) * len(MICROBATCHES[ranks.world_size][0]), "recomputation did not come by"
+    return max(seen)
+
+
+def direct_calls(_: DataParallel, __: Path) -> list[str]:
+    """What calling a part of a sharded model says: before its first pass, and after one."""
+    model = build_sharded(Case())
+    layout = pack_groups(groups()[:2])
+    messages: list[str] = []
+    for _round in range(2):
+        with pytest.raises(ValueError, match="not gathered") as error:
+            forward_logprobs(model, layout)
+        messages.append(str(error.value))
+        with torch.no_grad():
+            loss_of(model, layout, is_idle=False)
+    return messages
+
+
+def passes_between_updates(_: DataParallel, __: Path) -> list[Tensor]:
+    """Losses: at first, after the weights were halved in between, and of a whole model with halved weights."""
+    model, whole = build_sharded(Case(tied=False)), build(Case(tied=False))
+    layout = pack_groups(groups()[:2])
+    losses: list[Tensor] = []
+    with torch.no_grad():
+        for halve in (False, True):
+            for parameter in [*model.parameters(), *whole.parameters()] if halve else []:
+                parameter.mul_(0.5)
+            losses.append(loss_of(model, layout, is_idle=False))
+        losses.append(loss_of(whole, layout, is_idle=False))
+    return losses
+
+
+def mixed_precision(ranks: DataParallel, _: Path) -> dict[str, Any]:
+    """Gradients of a bfloat16 model that computes in bfloat16, and the dtypes met."""
+    case = Case(dtype=torch.bfloat16, tied=False)
+    model = build_sharded(case)
+    dtypes = [str(next(model.parameters()).dtype), str(run_in_root(model, lambda: model.lm_head.weight).dtype)]
+    model = build_sharded(case)
+    backward_all(model, case, rank=ranks.rank, world_size=ranks.world_size)
+    grads = whole_gradients(model)
+    sent = dict(full_weights(model, torch.bfloat16))
+    return {"dtypes": dtypes, "grads": grads, "sent": sent}
+
+
+def all_idle(ranks: DataParallel, _: Path) -> dict[str, Tensor]:
+    model = build_sharded(Case(dtype=torch.bfloat16))
+    loss_of(model, idle_layout(), is_idle=True).backward()
+    return whole_gradients(model)
+
+
+def not_finite(ranks: DataParallel, _: Path) -> list[Any]:
+    """One rank's gradient has an infinite element: the norm, and the smallest and largest of the others'."""
+    model = build_sharded(Case())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if ranks.rank == 1:
+        gradient_part(next(model.parameters()))[0] = torch.inf
+    norm = clip_gradients(model, 1.0)
+    rest = torch.cat([gradient_part(p).flatten() for p in list(model.parameters())[1:]])
+    return [norm, rest.min().item(), rest.max().item()]
+
+
+def unsynced_gradients(ranks: DataParallel, _: Path) -> list[int]:
+    """How many weights have a gradient after a backward pass with the sum off, and after the next one with it on."""
+    model = build_sharded(Case())
+    found: list[int] = []
+    for is_on in (False, True):
+        set_gradient_sync(model, is_on)
+        loss_of(model, idle_layout(), is_idle=False).backward()
+        found.append(sum(parameter.grad is not None for parameter in model.parameters()))
+    return found
+
+
+def misuse(_: DataParallel, __: Path) -> list[str]:
+    model, mesh = build_sharded(Case()), shard_mesh("cpu")
+    other = build(Case())
+    messages: list[str] = []
+    for wrong, layers in ((model, layers_of(model)), (other, layers_of(model)), (other, [])):
+        with pytest.raises(ValueError, match=r"shard|layers") as error:
+            shard_model(wrong, mesh, layers=layers, compute_dtype=torch.float64)
+        messages.append(str(error.value))
+    return messages
+
+
+def compiled(ranks: DataParallel, _: Path, recompute: Mode = "none") -> dict[str, Any]:
+    case = Case(dtype=torch.float32, recompute=recompute, num_steps=2, compiled=True)
+    result = train(build_sharded(case), case, rank=ranks.rank, world_size=ranks.world_size)
+    return result | {"num_graphs": counters["stats"]["unique_graphs"]}
+
+
+def compiled_with_all_recompute_modes(ranks: DataParallel, folder: Path) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = []
+    for recompute in get_args(Mode):
+        torch._dynamo.reset()
+        counters.clear()
+        results.append(compiled(ranks, folder, recompute))
+    return results
+
+
+FACTS = (
+    held_bytes,
+    layers_gathered_at_once,
+    direct_calls,
+    passes_between_updates,
+    mixed_precision,
+    all_idle,
+    not_finite,
+    unsynced_gradients,
+    misuse,
+)
+
+
+def find_facts(ranks: DataParallel, folder: Path) -> dict[str, Any]:
+    return {fact.__name__: fact(ranks, folder) for fact in FACTS}
 
 
 def train_cases(ranks: DataParallel, _: Path) -> list[dict[str, Any]]:
@@ -175,3 +324,93 @@ def test_ranks_train_as_one_process_does(trained: dict[int, list[Any]], world_si
                 torch.testing.assert_close(got[part][name], value, rtol=tolerance, atol=tolerance, msg=name)
         assert got["norms"] == pytest.approx(expected["norms"], rel=tolerance)
         assert got["norms"] == trained[world_size][0][index]["norms"], "bitwise the same on every rank"
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_on_ranks(2, find_facts, tmp_path_factory.mktemp("facts"))
+
+
+def test_no_rank_holds_more_than_its_part(facts: list[dict[str, Any]]):
+    model = tiny_model()
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    longest_row = sum(parameter[0].numel() for parameter in model.parameters())  # each may be cut unevenly
+    for fact in facts:
+        held, grads = fact["held_bytes"]
+        assert held <= 3 * 4 * (num_weights / 2 + longest_row) and grads <= 4 * (num_weights / 2 + longest_row)
+        assert held < 0.6 * 3 * 4 * num_weights
+    assert sum(fact["held_bytes"][1] for fact in facts) == 4 * num_weights
+
+
+def test_one_layer_is_gathered_at_a_time(facts: list[dict[str, Any]]):
+    assert [fact["layers_gathered_at_once"] for fact in facts] == [1, 1]
+
+
+def test_a_part_called_by_itself_is_refused(facts: list[dict[str, Any]]):
+    """As torch has it, the first such call breaks the model for good, and later ones speak of mixed tensors."""
+    for fact in facts:
+        assert all("run_in_root" in message and "Embedding" in message for message in fact["direct_calls"])
+
+
+def test_a_pass_without_gradients_leaves_no_old_weights(facts: list[dict[str, Any]]):
+    for fact in facts:
+        before, after, expected = fact["passes_between_updates"]
+        torch.testing.assert_close(after, expected, rtol=1e-12, atol=1e-12)
+        assert abs(before - after) > 1e-3
+
+
+def test_sixteen_bits_compute_and_thirty_two_are_kept(facts: list[dict[str, Any]]):
+    exact = build(Case(dtype=torch.bfloat16, tied=False)).float()
+    backward_all(exact, Case(dtype=torch.float32), rank=0, world_size=1)
+    for fact in facts:
+        found = fact["mixed_precision"]
+        assert found["dtypes"] == ["torch.float32", "torch.bfloat16"]
+        for name, parameter in exact.named_parameters():
+            assert parameter.grad is not None and found["grads"][name].dtype == torch.float32
+            error = (found["grads"][name] - parameter.grad).norm() / parameter.grad.norm()
+            assert error < 0.05, f"{name}: {error:.3f}"
+            assert torch.equal(found["sent"][name], parameter.detach().bfloat16())
+
+
+def test_ranks_with_nothing_to_do_add_exact_zeros(facts: list[dict[str, Any]]):
+    """verl#5591: a rank that skips its pass leaves the others waiting."""
+    names = {name for name, _ in tiny_model().named_parameters()}
+    for fact in facts:
+        assert fact["all_idle"].keys() == names
+        assert not any(grad.any() for grad in fact["all_idle"].values())
+
+
+def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks_and_scaled_by_none(facts: list[dict[str, Any]]):
+    assert [fact["not_finite"] for fact in facts] == [[np.inf, 1.0, 1.0]] * 2
+
+
+def test_gradients_wait_for_the_last_microbatch(facts: list[dict[str, Any]]):
+    num_parameters = len(list(tiny_model().parameters()))
+    assert [fact["unsynced_gradients"] for fact in facts] == [[0, num_parameters]] * 2
+
+
+def test_misuse_is_refused(facts: list[dict[str, Any]]):
+    already, strangers, none = facts[0]["misuse"]
+    assert "is sharded already" in already and "got none" in none
+    assert "must be modules of the Qwen3ForCausalLM" in strangers
+
+
+def test_a_model_that_is_not_sharded_needs_none_of_it():
+    model = build(Case())
+    set_gradient_sync(model, False)
+    loss_of(model, pack_groups(groups()[:1]), is_idle=False).backward()
+    parameters = list(model.parameters())
+    wanted = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
+    assert clip_gradients(model, 1e9) == pytest.approx(wanted.item(), rel=1e-12)
+    assert [value.data_ptr() for _, value in full_weights(model)] == [p.data_ptr() for p in parameters]
+
+
+@pytest.mark.full
+def test_compiled_layers_train_alike(tmp_path: Path):
+    plain = Case(dtype=torch.float32, num_steps=2)
+    expected = train(build(plain), plain)
+    for by_mode in run_on_ranks(2, compiled_with_all_recompute_modes, tmp_path):
+        for got in by_mode:
+            assert got["num_graphs"] > 0, "nothing was compiled"
+            for name, value in expected["weights"].items():
+                torch.testing.assert_close(got["weights"][name], value, rtol=1e-5, atol=1e-5, msg=name)

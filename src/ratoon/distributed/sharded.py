@@ -157,6 +157,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
 def full_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Each parameter's name and whole value, one at a time; tied weights once. All ranks must iterate to the end.
 
+    The value of a weight that is not cut shares the weight's memory.
+
     dtype: cast to it before it is sent; None leaves the kept dtype.
     """
     reshard(model)
