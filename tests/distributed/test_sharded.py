@@ -51,6 +51,9 @@ class Case:
     sync_last_only: bool = False
     reshard_after_forward: bool = True
     compiled: bool = False
+    adapted: bool = False
+    """Only some weights of each layer train, as with adapters; nothing outside of the layers does."""
+
     num_steps: int = 1
 
 
@@ -69,6 +72,8 @@ def groups() -> list[RolloutGroup]:
 
 def build(case: Case) -> PreTrainedModel:
     model = set_recompute(attach(tiny_model(tied=case.tied, dtype=case.dtype)), case.recompute)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not case.adapted or "q_proj" in name or "down_proj" in name)
     return set_compile(model, "layers", backend="aot_eager") if case.compiled else model
 
 
@@ -98,7 +103,7 @@ def loss_of(model: PreTrainedModel, layout: PackedLayout, *, is_idle: bool) -> T
     # Of the token and its place in its sequence, so that cutting the step otherwise changes nothing.
     positions_M = layout.positions_T[layout.predictor_row_M]
     weights_M = torch.cos(torch.from_numpy(layout.target_M + 0.1 * positions_M))
-    loss = ((logprobs_M + 0.3 * entropy_M) * weights_M.to(logprobs_M.dtype)).sum() / 37
+    loss = ((logprobs_M + 0.3 * entropy_M) * weights_M.to(logprobs_M)).sum() / 37
     return loss * 0 if is_idle else loss
 
 
@@ -145,6 +150,8 @@ CASES: dict[int, list[Case]] = {
         Case(tied=False, dtype=torch.float32, sync_last_only=True, num_steps=2),
         Case(dtype=torch.float32, recompute="selective", reshard_after_forward=False),
         Case(recompute="full", sync_last_only=True, reshard_after_forward=False),
+        Case(adapted=True),
+        Case(adapted=True, recompute="full", sync_last_only=True),
     ],
     3: [Case(recompute="full", num_steps=2), Case(tied=False, dtype=torch.float32)],
 }
