@@ -3,7 +3,7 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,8 @@ from ratoon.cli.command import Commands, add_command, positive
 from ratoon.types.errors import UserError
 
 if TYPE_CHECKING:
-    from ratoon.bench.attention.tables import Unmeasured
+    from ratoon.bench.outcome import Outcome
+    from ratoon.bench.rows import BenchRow
 
 _POLICY_UPDATE_EXAMPLE = """\
 example:
@@ -142,19 +143,8 @@ def _policy_update_of_model(known: argparse.Namespace) -> int:
 def _policy_update_of_cases(known: argparse.Namespace) -> int:
     from ratoon.bench.policy_update.run import bench_updates
     from ratoon.bench.policy_update.tables import end_table
-    from ratoon.bench.rows import check_results
 
-    check_results(known.results)
-    outcome = bench_updates(
-        cases=known.cases,
-        impls=known.impls,
-        peers=known.peers,
-        budget_s=(known.budget_ms or 2500) / 1e3,
-        command=_command_line(),
-        results=known.results,
-        say=_say,
-    )
-    return _ending(end_table(outcome.rows) if outcome.rows else None, outcome.skipped, outcome.failed)
+    return _run_cases(known, bench_updates, end_table, budget_ms=2500)
 
 
 def _attention(known: argparse.Namespace, _: Sequence[str]) -> int:
@@ -164,19 +154,8 @@ def _attention(known: argparse.Namespace, _: Sequence[str]) -> int:
     """
     from ratoon.bench.attention.run import bench_attention
     from ratoon.bench.attention.tables import end_table
-    from ratoon.bench.rows import check_results
 
-    check_results(known.results)
-    outcome = bench_attention(
-        cases=known.cases,
-        impls=known.impls,
-        peers=known.peers,
-        budget_s=(known.budget_ms or 400) / 1e3,
-        command=_command_line(),
-        results=known.results,
-        say=_say,
-    )
-    return _ending(end_table(outcome.rows) if outcome.rows else None, outcome.skipped, outcome.failed)
+    return _run_cases(known, bench_attention, end_table, budget_ms=400)
 
 
 def _planner(known: argparse.Namespace, _: Sequence[str]) -> int:
@@ -203,16 +182,36 @@ def _planner(known: argparse.Namespace, _: Sequence[str]) -> int:
     return 0
 
 
-def _ending(table: str | None, skipped: "Sequence[Unmeasured]", failed: "Sequence[Unmeasured]") -> int:
-    """Prints what a run of cases found. Returns its exit status."""
-    from ratoon.bench.attention.tables import unmeasured_lines
+def _run_cases(
+    known: argparse.Namespace,
+    measure: "Callable[..., Outcome]",
+    end_table: "Callable[[Sequence[BenchRow]], str]",
+    *,
+    budget_ms: float,
+) -> int:
+    """Runs a benchmark of cases and prints what it found. Returns the exit status.
 
-    if table is not None:
-        print(f"\n{table}")
-    for heading, unmeasured in (("not run", skipped), ("FAILED", failed)):
+    budget_ms: where the command names none.
+    """
+    from ratoon.bench.outcome import unmeasured_lines
+    from ratoon.bench.rows import check_results
+
+    check_results(known.results)
+    outcome = measure(
+        cases=known.cases,
+        impls=known.impls,
+        peers=known.peers,
+        budget_s=(known.budget_ms or budget_ms) / 1e3,
+        command=_command_line(),
+        results=known.results,
+        say=_say,
+    )
+    if outcome.rows:
+        print(f"\n{end_table(outcome.rows)}")
+    for heading, unmeasured in (("not run", outcome.skipped), ("FAILED", outcome.failed)):
         for line in unmeasured_lines(unmeasured):
             print(f"{heading}: {line}")
-    return 1 if failed else 0
+    return 1 if outcome.failed else 0
 
 
 def _say(line: str) -> None:

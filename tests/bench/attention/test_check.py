@@ -14,8 +14,9 @@ from torch import Tensor
 from ratoon.attention import AttentionPlan
 from ratoon.bench.attention import check as checking
 from ratoon.bench.attention.candidates import Candidate, make_ours
-from ratoon.bench.attention.check import WrongResultError, check, expect
+from ratoon.bench.attention.check import check, expect
 from ratoon.bench.attention.peers import copied_keys, replicated_padded, replicated_varlen
+from ratoon.bench.outcome import WrongResultError
 from ratoon.layout import PackedLayout
 
 GROUPS = make_groups((37, [19, 30, 1]), (5, [64, 40]))

@@ -16,8 +16,9 @@ from tests.bench.attention.inputs import (
 )
 
 from ratoon.bench.attention import peers
-from ratoon.bench.attention.candidates import CannotRunError, Work
+from ratoon.bench.attention.candidates import Work
 from ratoon.bench.attention.peers import PEERS, copied_keys, make_peer, replicated_padded, replicated_varlen
+from ratoon.bench.outcome import CannotRunError
 from ratoon.layout import PackedLayout, pack_documents
 
 

@@ -9,13 +9,12 @@ from tests.bench.policy_update.stand_ins import WRONG
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ratoon.bench.attention.candidates import CannotRunError
+from ratoon.bench.outcome import CannotRunError, WrongResultError
 from ratoon.bench.policy_update import microbatches
 from ratoon.bench.policy_update.cases import CASES, Decoder, make_group
 from ratoon.bench.policy_update.check import (
     SLICE_SEQUENCES,
     Slice,
-    WrongResultError,
     check_full_size,
     run_update,
 )

@@ -2,7 +2,7 @@
 
 # Shape letters: T rows, H heads (Hq query, Hkv key and value), D head dim.
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,15 +11,11 @@ from torch import Tensor
 
 from ratoon.attention import AttentionPlan, AttentionRequest, forest_attention, resolve_impl
 from ratoon.bench.attention.cases import AttentionCase
-from ratoon.types.errors import UserError
+from ratoon.bench.outcome import CannotRunError
 
 GPU_IMPLS = ("auto", "flash-fa4", "triton-adding", "triton", "flex-fa4", "flash-fa3", "flash-fa2", "flex-triton")
 CPU_IMPLS = ("auto", "flash-cpu", "reference")
 OUR_IMPLS = (*GPU_IMPLS, *(name for name in CPU_IMPLS if name not in GPU_IMPLS))
-
-
-class CannotRunError(Exception):
-    """The candidate cannot do this case here; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,18 +119,3 @@ def make_ours(name: str, work: Work, plan: AttentionPlan) -> Candidate:
 def as_leaves(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Leaves of their own, that share no gradient with what they were made from."""
     return q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_()
-
-
-def choose_names(asked: Sequence[str] | None, known: Sequence[str], default: Sequence[str], what: str) -> list[str]:
-    """The names asked for, in the order given; `default` for None, none at all for "none".
-
-    Raises UserError, listing what there is, for a name that does not exist.
-    """
-    if asked is None:
-        return list(default)
-    if list(asked) == ["none"]:
-        return []
-    unknown = [name for name in asked if name not in known]
-    if unknown:
-        raise UserError(f"no such {what}: {', '.join(unknown)}; there are {', '.join(known)}, and none")
-    return list(asked)

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ratoon.bench import choosing
 from ratoon.layout import PackedLayout, pack_documents, pack_groups, pack_sequences
 from ratoon.planner import attended_pairs
 from ratoon.types import Prompt, Response, RolloutGroup
-from ratoon.types.errors import UserError
 
 _FORWARD_FLOPS = 4
 """Of one pair, a head and a channel: a multiplication and an addition in q.k, and again in p.v."""
@@ -282,20 +282,7 @@ CASES = {case.name: case for case in _CASES}
 
 
 def choose_cases(names: Sequence[str] | None, *, has_gpu: bool) -> list[AttentionCase]:
-    """The cases by these names, in the order given; None takes all large ones on a GPU, the tiny ones elsewhere.
-
-    Raises UserError for a name that does not exist, and for a case that is too large for a CPU.
-    """
+    """As `choosing.choose_cases`; None takes all large ones on a GPU, the tiny ones elsewhere."""
     if names is None:
         return [case for case in CASES.values() if case.needs_gpu == has_gpu]
-    unknown = [name for name in names if name not in CASES]
-    if unknown:
-        raise UserError(f"no such attention case: {', '.join(unknown)}; there are {', '.join(CASES)}")
-    chosen = [CASES[name] for name in names]
-    too_large = [case.name for case in chosen if case.needs_gpu and not has_gpu]
-    if too_large:
-        small = ", ".join(case.name for case in CASES.values() if not case.needs_gpu)
-        raise UserError(
-            f"too large for a CPU, and torch finds no CUDA device here: {', '.join(too_large)}; a CPU can run {small}"
-        )
-    return chosen
+    return choosing.choose_cases(names, CASES, "attention case", has_gpu=has_gpu)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ratoon.bench.attention.candidates import Candidate, Work
+from ratoon.bench.outcome import WrongResultError
 from ratoon.layout import PackedLayout
 
 TENSORS = ("out", "dq", "dk", "dv")
@@ -24,10 +25,6 @@ _BLOCK_SCORES = 2**26
 _ERROR_FACTOR = 2.0
 _ROUNDING_BAND = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18}
 """Of a tensor's largest entry. One rounding; in float32 what vectorised exponentials are out by as well."""
-
-
-class WrongResultError(Exception):
-    """A candidate computes something else; the message says what, and no speed may be reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ratoon.bench.attention.candidates import Candidate, CannotRunError, Work, as_leaves
+from ratoon.bench.attention.candidates import Candidate, Work, as_leaves
+from ratoon.bench.outcome import CannotRunError
 from ratoon.layout import PackedLayout
 
 PEERS = ("fa4", "fa2", "kv-copy-fa4", "flex-triton", "cudnn")

@@ -1,11 +1,9 @@
 """Every case with every implementation and peer: made, checked, timed, and written down before the next begins."""
 
-import gc
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,17 +16,17 @@ from ratoon.bench.attention.candidates import (
     GPU_IMPLS,
     OUR_IMPLS,
     Candidate,
-    CannotRunError,
     Work,
-    choose_names,
     make_ours,
     make_work,
 )
 from ratoon.bench.attention.cases import AttentionCase, choose_cases
-from ratoon.bench.attention.check import Errors, Expected, WrongResultError, check, expect
+from ratoon.bench.attention.check import Errors, Expected, check, expect
 from ratoon.bench.attention.peers import PEERS, make_peer
-from ratoon.bench.attention.tables import Unmeasured, floors_line, measured_line
+from ratoon.bench.attention.tables import LABEL_WIDTH, floors_line, measured_line
 from ratoon.bench.attention.timing import Samples, copy_tb_per_s, matmul_tflops, time_call
+from ratoon.bench.choosing import choose_names
+from ratoon.bench.outcome import Outcome, free_memory
 from ratoon.bench.rows import BenchRow, append_rows
 
 _RATE_BUDGET_S = 1.0
@@ -48,19 +46,6 @@ class Rates:
 
     matmul_tflops: float
     copy_tb_per_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Everything that a run found."""
-
-    rows: list[BenchRow] = field(default_factory=list)
-
-    skipped: list[Unmeasured] = field(default_factory=list)
-    """Cannot run the case, here or at all."""
-
-    failed: list[Unmeasured] = field(default_factory=list)
-    """Computed something else, or one of ours that broke: the run as a whole has failed."""
 
 
 def bench_attention(
@@ -127,28 +112,11 @@ class _CaseRun:
 
     def measure(self, name: str, is_peer: bool, outcome: Outcome, say: Callable[[str], None]) -> BenchRow | None:
         """A row, or None with the reason said and noted."""
-        _free_memory()
-        problem: str
-        is_failure = False
-        try:
-            return self._row(make_peer(name, self.work) if is_peer else make_ours(name, self.work, self.plan))
-        except CannotRunError as error:
-            problem = str(error)
-        except torch.OutOfMemoryError as error:
-            problem = f"out of memory: {_first_line(error)}"
-        except WrongResultError as error:
-            problem, is_failure = f"WRONG, no speed is reported: {error}", True
-        except Exception as error:  # kernels of others raise anything; what is measured already must not be lost
-            problem = f"{type(error).__name__}: {_first_line(error)}"
-            # `forest_attention` refuses with ValueError; anything else of ours is a fault.
-            is_failure = not is_peer and not isinstance(error, ValueError)
-            if is_failure:
-                say(traceback.format_exc())
-        _free_memory()  # raises where the error has broken the device for all that would follow
+        free_memory()
         label = f"{name} (peer)" if is_peer else name
-        say(f"  {label:<22} {'failed' if is_failure else 'not run'}: {problem}")
-        unmeasured = Unmeasured(case_name=self.case.name, name=label, reason=problem)
-        (outcome.failed if is_failure else outcome.skipped).append(unmeasured)
+        # `forest_attention` refuses with ValueError.
+        with outcome.noting(self.case.name, label, say, is_ours=not is_peer, refusals=(ValueError,), width=LABEL_WIDTH):
+            return self._row(make_peer(name, self.work) if is_peer else make_ours(name, self.work, self.plan))
         return None
 
     def _row(self, candidate: Candidate) -> BenchRow:
@@ -226,14 +194,3 @@ def _peak_extra_gib(candidate: Candidate) -> float:
     torch.autograd.grad(candidate.forward(), candidate.leaves, candidate.dout)
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 2**30
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0][:300]

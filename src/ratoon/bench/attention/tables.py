@@ -1,21 +1,14 @@
 """What a run prints."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ratoon.bench.attention.cases import AttentionCase
 from ratoon.bench.rows import BenchRow
 
 _RATIO_PEERS = ("fa4", "fa2")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unmeasured:
-    """A candidate without figures."""
-
-    case_name: str
-    name: str
-    reason: str
+LABEL_WIDTH = 22
+"""Of a candidate's name, in its line."""
 
 
 def floors_line(case: AttentionCase, matmul_tflops: float, copy_tb_per_s: float, element_size: int) -> str:
@@ -42,7 +35,7 @@ def measured_line(row: BenchRow) -> str:
         for direction in ("fwd", "bwd")
     )
     return (
-        f"  {name:<22} {speeds}  error: largest {figures['max_error']:.2g}, RMS {figures['rms_error']:.2g} "
+        f"  {name:<{LABEL_WIDTH}} {speeds}  error: largest {figures['max_error']:.2g}, RMS {figures['rms_error']:.2g} "
         f"(eager {figures['max_error_eager']:.2g}, {figures['rms_error_eager']:.2g})"
     )
 
@@ -75,14 +68,6 @@ def end_table(rows: Sequence[BenchRow]) -> str:
             gib = f"{'-':>7}" if peak is None else f"{peak:>7.2f}"
             lines.append(f"{case_name:<32}{name:<20}{speeds}{ratios}{gib}")
     return "\n".join(lines)
-
-
-def unmeasured_lines(unmeasured: Sequence[Unmeasured]) -> list[str]:
-    """One line for each name and reason, with the cases that it is the reason in."""
-    cases: dict[tuple[str, str], list[str]] = {}
-    for one in unmeasured:
-        cases.setdefault((one.name, one.reason), []).append(one.case_name)
-    return [f"{name} ({', '.join(of_name)}): {reason}" for (name, reason), of_name in cases.items()]
 
 
 def _total_ms(row: BenchRow) -> float:

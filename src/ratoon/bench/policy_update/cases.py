@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from ratoon.bench import choosing
 from ratoon.bench.policy_update.variants import PEERS_TODAY, under
 from ratoon.types import Prompt, Response, RolloutGroup
-from ratoon.types.errors import UserError
 
 _SEED = 0
 
@@ -135,20 +135,7 @@ CASES = {case.name: case for case in _CASES}
 
 
 def choose_cases(names: Sequence[str] | None, *, has_gpu: bool) -> list[UpdateCase]:
-    """The cases by these names, in the order given; None takes the usual ones of the machine.
-
-    Raises UserError for a name that does not exist, and for a case that is too large for a CPU.
-    """
+    """As `choosing.choose_cases`; None takes the usual ones of the machine."""
     if names is None:
         return [case for case in CASES.values() if case.needs_gpu == has_gpu and case.is_default]
-    unknown = [name for name in names if name not in CASES]
-    if unknown:
-        raise UserError(f"no such policy update: {', '.join(unknown)}; there are {', '.join(CASES)}")
-    chosen = [CASES[name] for name in names]
-    too_large = [case.name for case in chosen if case.needs_gpu and not has_gpu]
-    if too_large:
-        small = ", ".join(case.name for case in CASES.values() if not case.needs_gpu)
-        raise UserError(
-            f"too large for a CPU, and torch finds no CUDA device here: {', '.join(too_large)}; a CPU can run {small}"
-        )
-    return chosen
+    return choosing.choose_cases(names, CASES, "policy update", has_gpu=has_gpu)

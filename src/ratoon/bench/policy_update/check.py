@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ratoon.bench.outcome import WrongResultError
 from ratoon.bench.policy_update.cases import make_group
 from ratoon.bench.policy_update.microbatches import Microbatch, pack_plain
 from ratoon.bench.policy_update.random_model import cut_copy
@@ -49,10 +50,6 @@ _ERROR_FACTOR = 2.0
 _BAND = {torch.bfloat16: 2.0**-6, torch.float32: 2.0**-12}
 _EXPERT_BAND = {torch.bfloat16: 0.15, torch.float32: 2.0**-12}
 """Relative. A router's choice between nearly equal experts turns with rounding, and moves whole rows."""
-
-
-class WrongResultError(Exception):
-    """A variant computes something else; the message says what, and no speed may be reported."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,6 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ratoon.algorithms.losses import clipped_policy_loss
 from ratoon.attention import AttentionRequest, resolve_impl
-from ratoon.bench.attention.candidates import CannotRunError
 from ratoon.bench.attention.peers import (
     Copies,
     CopyRows,
@@ -31,6 +30,7 @@ from ratoon.bench.attention.peers import (
     load_fa4,
     segment_paths,
 )
+from ratoon.bench.outcome import CannotRunError
 from ratoon.bench.policy_update.variants import Impl, Variant
 from ratoon.layout import PackedLayout, pack_groups
 from ratoon.models import forward_logprobs, model_shape

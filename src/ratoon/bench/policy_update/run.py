@@ -1,33 +1,28 @@
 """Every case with every variant: made, checked, timed, and written down before the next begins."""
 
-import gc
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ratoon.bench.attention.candidates import CannotRunError, choose_names
-from ratoon.bench.attention.tables import Unmeasured
+from ratoon.bench.choosing import choose_names
+from ratoon.bench.outcome import Outcome, free_memory
 from ratoon.bench.policy_update.cases import UpdateCase, choose_cases
 from ratoon.bench.policy_update.check import (
     LOGPROBS,
     SLICE_SEQUENCES,
     Result,
     Slice,
-    WrongResultError,
     check_full_size,
     read_result,
     run_update,
 )
 from ratoon.bench.policy_update.microbatches import Microbatch, alone_groups, attending, kernels_of, pack_update
 from ratoon.bench.policy_update.random_model import build_model
-from ratoon.bench.policy_update.tables import case_line, measured_line
+from ratoon.bench.policy_update.tables import LABEL_WIDTH, case_line, measured_line
 from ratoon.bench.policy_update.timing import Steps, seconds_of, time_steps
 from ratoon.bench.policy_update.variants import OUR_VARIANTS, PEER_VARIANTS, Variant
 from ratoon.bench.rows import BenchRow, append_rows, device_name
@@ -45,19 +40,6 @@ _PEAK_TFLOPS = 989.0
 _LOGPROBS = "of scored tokens only, by linear_logprob"
 _GPU_TIMING = "CUDA events around each step, gradients freed before it; packing for the device is inside for ours"
 _CPU_TIMING = "wall clock of each step"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Everything that a run found."""
-
-    rows: list[BenchRow] = field(default_factory=list)
-
-    skipped: list[Unmeasured] = field(default_factory=list)
-    """Cannot run the case, here or at all."""
-
-    failed: list[Unmeasured] = field(default_factory=list)
-    """Computed something else, or one of ours that broke: the run as a whole has failed."""
 
 
 def bench_updates(
@@ -87,14 +69,14 @@ def bench_updates(
     for case in chosen:
         names = choose_names(impls, OUR_VARIANTS, case.ours, "variant")
         names += choose_names(peers, PEER_VARIANTS, case.peers if is_gpu else (), "peer")
-        with _noting(case, case.name, outcome, say, is_ours=True):
+        with outcome.noting(case.name, case.name, say, is_ours=True, width=LABEL_WIDTH):
             run = _CaseRun(case=case, device=device, budget_s=budget_s, command=command)
             say(case_line(case, run.model, run.flops))
             run.make_reference(outcome, say)
             for name in names:
                 variant = Variant.named(name)
                 label = f"{name} (peer)" if variant.is_peer else name
-                with _noting(case, label, outcome, say, is_ours=not variant.is_peer):
+                with outcome.noting(case.name, label, say, is_ours=not variant.is_peer, width=LABEL_WIDTH):
                     row = run.measure(variant)
                     outcome.rows.append(row)
                     if results is not None:
@@ -102,33 +84,8 @@ def bench_updates(
                     say(measured_line(row))
                 run.clear()
             del run
-        _free_memory()  # raises where an error has broken the device for all that would follow
+        free_memory()  # raises where an error has broken the device for all that would follow
     return outcome
-
-
-@contextmanager
-def _noting(
-    case: UpdateCase, label: str, outcome: Outcome, say: Callable[[str], None], *, is_ours: bool
-) -> Iterator[None]:
-    """Says and notes what ends its block, and lets the run go on."""
-    reason: str
-    is_failure = False
-    try:
-        yield
-        return
-    except CannotRunError as error:
-        reason = str(error)
-    except torch.OutOfMemoryError as error:
-        reason = f"out of memory: {_first_line(error)}"
-    except WrongResultError as error:
-        reason, is_failure = f"WRONG, no speed is reported: {error}", True
-    except Exception as error:  # kernels of others raise anything; what is measured already must not be lost
-        reason, is_failure = f"{type(error).__name__}: {_first_line(error)}", is_ours
-        if is_failure:
-            say(traceback.format_exc())
-    say(f"  {label:<32} {'failed' if is_failure else 'not run'}: {reason}")
-    unmeasured = Unmeasured(case_name=case.name, name=label, reason=reason)
-    (outcome.failed if is_failure else outcome.skipped).append(unmeasured)
 
 
 class _CaseRun:
@@ -148,7 +105,8 @@ class _CaseRun:
     def make_reference(self, outcome: Outcome, say: Callable[[str], None]) -> None:
         """Ours at full size; without it (the memory may not suffice) nothing is compared at full size."""
         variant = Variant.named(_REFERENCE)
-        with _noting(self.case, f"{_REFERENCE}, what others are compared with", outcome, say, is_ours=True):
+        label = f"{_REFERENCE}, what others are compared with"
+        with outcome.noting(self.case.name, label, say, is_ours=True, width=LABEL_WIDTH):
             self._set(variant)
             self.reference = run_update(self.model, self._pack(variant, self.case.groups))
         self.clear()
@@ -179,7 +137,7 @@ class _CaseRun:
         self.model.zero_grad(set_to_none=True)
         set_compile(self.model, "none")
         torch.compiler.reset()
-        _free_memory()
+        free_memory()
 
     def _set(self, variant: Variant) -> None:
         set_compile(set_recompute(self.model, variant.recompute), variant.compile)
@@ -243,14 +201,3 @@ class _CaseRun:
             figures=figures,
             command=self.command,
         )
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0][:300]

@@ -8,6 +8,9 @@ from ratoon.bench.policy_update.cases import UpdateCase
 from ratoon.bench.policy_update.variants import PEERS_TODAY
 from ratoon.bench.rows import BenchRow
 
+LABEL_WIDTH = 32
+"""Of a variant's name, in lines and in the table."""
+
 
 def case_line(case: UpdateCase, model: PreTrainedModel, flops: float) -> str:
     """A case's heading."""
@@ -25,7 +28,8 @@ def measured_line(row: BenchRow) -> str:
     name = f"{figures['variant']} (peer)" if row.peer else figures["variant"]
     mfu, peak = figures.get("useful_mfu"), figures["peak_gib"]
     return (
-        f"  {name:<32} {figures['step_s']:.4g} s ({figures['step_min_s']:.4g} to {figures['step_max_s']:.4g})"
+        f"  {name:<{LABEL_WIDTH}} {figures['step_s']:.4g} s "
+        f"({figures['step_min_s']:.4g} to {figures['step_max_s']:.4g})"
         + ("" if mfu is None else f"  useful MFU {mfu:.3f}")
         + ("" if peak is None else f"  {peak:.1f} GiB")
         + f"  first call {figures['first_call_s']:.3g} s  gradients out by {figures['slice_gradient_gap']:.2g}"
@@ -53,7 +57,7 @@ def end_table(rows: Sequence[BenchRow]) -> str:
         mfu, peak = figures.get("useful_mfu"), figures["peak_gib"]
         name = f"{figures['variant']} (peer)" if row.peer else figures["variant"]
         lines.append(
-            f"{case_name:<28}{name:<32}{step_s:>9.4g}"
+            f"{case_name:<28}{name:<{LABEL_WIDTH}}{step_s:>9.4g}"
             f"{_cell(mfu, 7, '.3f')}{_cell(peak, 7, '.1f')}{figures['logical_tokens_per_s']:>11,.0f}"
             f"{_cell(None if today_s is None else today_s / step_s, 9, '.2f')}{_cell(times_fa4, 8, '.2f')}"
             f"{_cell(None if times_fa4 is None else times_fa4 / float(figures['flop_ratio'] or 1.0), 10, '.2f')}"
