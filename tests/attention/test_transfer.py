@@ -10,12 +10,23 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("values", [np.arange(7, dtype=np.int32), np.zeros(0), np.array([[True, False]])])
+@pytest.mark.parametrize(
+    "values",
+    [np.arange(7, dtype=np.int32), np.zeros(0), np.array([[True, False]]), np.arange(40_000), np.array(3.5)],
+)
 def test_values_shapes_and_dtypes(values: np.ndarray, device: str):
     got = to_device(values, torch.device(device))
     assert got.device.type == device and got.shape == values.shape
     assert torch.equal(got.cpu(), torch.tensor(values))
     assert to_device(values, torch.device(device), torch.float64).dtype == torch.float64
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("values", [torch.arange(5.0), torch.arange(5).bfloat16(), torch.arange(6).view(2, 3).T])
+def test_tensors_of_any_dtype(values: torch.Tensor, dtype: torch.dtype | None, device: str):
+    got = to_device(values, torch.device(device), dtype)
+    assert got.dtype == (dtype or values.dtype) and torch.equal(got.cpu().double(), values.double())
 
 
 @pytest.mark.parametrize("device", DEVICES)

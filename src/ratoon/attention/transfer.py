@@ -14,9 +14,23 @@ def to_device(values: NDArray[Any] | Tensor, device: torch.device, dtype: torch.
     Onto a GPU the copy goes by way of page-locked memory and in the order of the stream: a copy of ordinary memory
     would hold the host up until all that is queued has run, and the GPU then waits for the host's next plan.
     """
+    if device.type == "cuda":
+        return _page_locked(values, dtype).to(device, non_blocking=True)
     host = torch.tensor(values) if isinstance(values, np.ndarray) else values
     if dtype is not None:
         host = host.to(dtype)
-    if device.type != "cuda":
-        return host.to(device, copy=host is values)
-    return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device, copy=host is values)
+
+
+def _page_locked(values: NDArray[Any] | Tensor, dtype: torch.dtype | None) -> Tensor:
+    """NumPy writes it: from 32,768 numbers on torch would wake a thread a core, and wait for the slowest to wake."""
+    if isinstance(values, Tensor):
+        dtype = dtype or values.dtype
+        if torch.bfloat16 in (dtype, values.dtype):  # NumPy does not have it
+            return values.to(dtype).pin_memory()
+        values = values.detach().numpy()
+    locked = torch.empty(
+        values.shape, dtype=dtype or torch.from_numpy(np.empty(0, values.dtype)).dtype, pin_memory=True
+    )
+    np.copyto(locked.numpy(), values, casting="unsafe")
+    return locked
