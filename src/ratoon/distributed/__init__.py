@@ -18,19 +18,23 @@ if TYPE_CHECKING:
         shard_model,
     )
     from ratoon.distributed.sharded_checkpoint import load_sharded, save_sharded
+    from ratoon.distributed.ulysses import SequenceGroup, ranks_mesh, sequence_group
 
 _HOMES = {
     "CollectiveError": "data_parallel",
     "DataParallel": "data_parallel",
+    "SequenceGroup": "ulysses",
     "clip_gradients": "sharded",
     "from_environment": "launch",
     "full_weights": "sharded",
     "idle_layout": "sharded",
     "is_sharded": "sharded",
     "load_sharded": "sharded_checkpoint",
+    "ranks_mesh": "ulysses",
     "reshard": "sharded",
     "run_in_root": "sharded",
     "save_sharded": "sharded_checkpoint",
+    "sequence_group": "ulysses",
     "set_gradient_sync": "sharded",
     "shard_mesh": "sharded",
     "shard_model": "sharded",
@@ -40,15 +44,18 @@ _HOMES = {
 __all__ = [
     "CollectiveError",
     "DataParallel",
+    "SequenceGroup",
     "clip_gradients",
     "from_environment",
     "full_weights",
     "idle_layout",
     "is_sharded",
     "load_sharded",
+    "ranks_mesh",
     "reshard",
     "run_in_root",
     "save_sharded",
+    "sequence_group",
     "set_gradient_sync",
     "shard_mesh",
     "shard_model",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ratoon.layout.packed_layout import PackedLayout
     from ratoon.layout.packing import pack_documents, pack_groups
+    from ratoon.layout.padding import pad_rows
     from ratoon.layout.radix import pack_sequences
 
 _HOMES = {
@@ -13,9 +14,10 @@ _HOMES = {
     "pack_documents": "packing",
     "pack_groups": "packing",
     "pack_sequences": "radix",
+    "pad_rows": "padding",
 }
 
-__all__ = ["PackedLayout", "pack_documents", "pack_groups", "pack_sequences"]
+__all__ = ["PackedLayout", "pack_documents", "pack_groups", "pack_sequences", "pad_rows"]
 
 
 def __getattr__(name: str) -> Any:

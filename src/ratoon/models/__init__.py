@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ratoon.models.preview import ModelPreview, check_token_ids, check_vocabulary, preview_model
     from ratoon.models.recompute import set_recompute
     from ratoon.models.rope import fix_rope
+    from ratoon.models.sequence_parallel import check_sequence_parallel, set_sequence_parallel
     from ratoon.models.shape import model_shape
 
 _HOMES = {
@@ -45,6 +46,7 @@ _HOMES = {
     "attention_choices": "interface",
     "build_fresh": "fresh",
     "build_policy": "policy",
+    "check_sequence_parallel": "sequence_parallel",
     "check_token_ids": "preview",
     "check_vocabulary": "preview",
     "describe_adapters": "adapters",
@@ -61,6 +63,7 @@ _HOMES = {
     "save_policy_adapters": "policy",
     "set_compile": "compiled",
     "set_recompute": "recompute",
+    "set_sequence_parallel": "sequence_parallel",
     "stock_attention": "interface",
 }
 
@@ -80,6 +83,7 @@ __all__ = [
     "attention_choices",
     "build_fresh",
     "build_policy",
+    "check_sequence_parallel",
     "check_token_ids",
     "check_vocabulary",
     "describe_adapters",
@@ -96,6 +100,7 @@ __all__ = [
     "save_policy_adapters",
     "set_compile",
     "set_recompute",
+    "set_sequence_parallel",
     "stock_attention",
 ]
 

@@ -51,7 +51,9 @@ def attach(model: PreTrainedModel, impl: str = "auto") -> PreTrainedModel:
         if before is None:
             del vars(model)["_ratoon_attachment"]
         raise
-    vars(model)["_ratoon_attachment"] = replace(attachment, calls=calls)
+    # The check was this rank's own affair.
+    sequence_group = None if before is None else before.sequence_group
+    vars(model)["_ratoon_attachment"] = replace(attachment, calls=calls, sequence_group=sequence_group)
     return model
 
 

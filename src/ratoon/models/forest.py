@@ -1,6 +1,6 @@
 """A layout on its device, with the attention plan of each window: what travels through a model's forward pass."""
 
-# Shape letters: T rows.
+# Shape letters: T rows (of this rank's block, where ranks hold a layout together).
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ratoon.attention import AttentionPlan, AttentionRequest
 from ratoon.attention.transfer import to_device
-from ratoon.layout import PackedLayout
+from ratoon.distributed import SequenceGroup
+from ratoon.layout import PackedLayout, pad_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class Forest:
     """The `forest` keyword of an attached model's forward pass: `model(forest.token_ids_1T, forest=forest)`."""
 
     layout: PackedLayout
+    """Padded to equal blocks where ranks hold it together."""
 
     device: torch.device
 
@@ -39,20 +41,36 @@ class Forest:
     positions_1T: Tensor
     """[1, T] int64. Logical positions: a response continues its prompt's."""
 
+    sequence_group: SequenceGroup | None = None
+    """The ranks that hold the layout together, each a block of its rows; None: this one has them all."""
+
     calls: list[AttentionCall] | None = None
     """Where a list is given, each attention call is added to it."""
 
     _plans: dict[int | None, AttentionPlan] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, layout: PackedLayout, *, device: torch.device | str, impl: str = "auto") -> "Forest":
+    def build(
+        cls,
+        layout: PackedLayout,
+        *,
+        device: torch.device | str,
+        impl: str = "auto",
+        sequence_group: SequenceGroup | None = None,
+    ) -> "Forest":
+        """sequence_group: the ranks that hold the layout together, each of which builds its own forest of it."""
         device = torch.device(device)
+        own = slice(None)
+        if sequence_group is not None:
+            layout = pad_rows(layout, sequence_group.padded(layout.num_rows))
+            own = sequence_group.block(layout.num_rows)
         return cls(
             layout=layout,
             device=device,
             impl=impl,
-            token_ids_1T=to_device(layout.token_ids_T, device)[None],
-            positions_1T=to_device(layout.positions_T, device, torch.int64)[None],
+            token_ids_1T=to_device(layout.token_ids_T[own], device)[None],
+            positions_1T=to_device(layout.positions_T[own], device, torch.int64)[None],
+            sequence_group=sequence_group,
         )
 
     def plan_for(self, window: int | None) -> AttentionPlan:

@@ -9,9 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ratoon.attention.transfer import to_device
+from ratoon.distributed import idle_layout, is_sharded, run_in_root
 from ratoon.layout import PackedLayout
 from ratoon.models.forest import Forest
 from ratoon.models.interface import attachment_of, head_of
+from ratoon.models.sequence_parallel import ScoredShare
 from ratoon.ops import linear_logprob, support_logprob
 from ratoon.types.rollouts import SampledSupport
 
@@ -26,8 +28,10 @@ def forward_logprobs(
     is what truncated sampling drew from. The sets stay as they were in rollout while the model moves.
 
     The decoder's body runs once over the layout's rows; the head only where a token is scored. A layout without
-    scored tokens gives empty results and does not run the model. Raises ValueError where a token id is not
-    in the model's vocabulary, and where `support` is not of the layout's scored tokens.
+    scored tokens gives empty results and does not run the model, unless it is sharded: then the other ranks wait for
+    this one's part, and it runs `idle_layout`, as backward from the empty results does. Under `set_sequence_parallel`
+    the ranks of a group call it together, with the same layout, and each gets all results. Raises ValueError where a
+    token id is not in the model's vocabulary, and where `support` is not of the layout's scored tokens.
     """
     attachment = attachment_of(model)
     if not isinstance(layout, PackedLayout):
@@ -42,12 +46,15 @@ def forward_logprobs(
             f"support is of {support.num_tokens} tokens, the layout scores {layout.num_scored}; "
             "concatenate the supports of the layout's responses, in its order"
         )
+    if layout.num_scored == 0 and is_sharded(model):
+        logprobs_M, entropy_M = forward_logprobs(model, idle_layout(), temperature)
+        return logprobs_M[:0], entropy_M[:0]
     if layout.num_scored == 0:
         dtype = torch.promote_types(head.weight.dtype, torch.float32)
         empty_M = torch.zeros(0, dtype=dtype, device=head.weight.device)
         return empty_M, empty_M.clone()
-    forest = Forest.build(layout, device=model.device, impl=attachment.impl)
-    return score_forest(model, forest, temperature, support=support)
+    forest = Forest.build(layout, device=model.device, impl=attachment.impl, sequence_group=attachment.sequence_group)
+    return run_in_root(model, lambda: score_forest(model, forest, temperature, support=support))
 
 
 def score_forest(
@@ -57,19 +64,25 @@ def score_forest(
     attachment = attachment_of(model)
     head = head_of(model)
     hidden_TC = model.base_model(input_ids=forest.token_ids_1T, forest=forest, use_cache=False)[0][0]
-    predictor_row_M = to_device(forest.layout.predictor_row_M, hidden_TC.device, torch.int64)
-    hidden_MC = hidden_TC.index_select(0, predictor_row_M)
-    target_M = to_device(forest.layout.target_M, hidden_TC.device)
+    layout, share, target_M = forest.layout, None, forest.layout.target_M
+    if forest.sequence_group is None:
+        predictor_row_M = to_device(layout.predictor_row_M, hidden_TC.device, torch.int64)
+        hidden_MC = hidden_TC.index_select(0, predictor_row_M)
+    else:
+        share = ScoredShare.of(layout, forest.sequence_group)
+        hidden_MC, target_M = share.collect(hidden_TC), target_M[share.tokens]
+        support = None if support is None else share.support(support)
     score = linear_logprob if support is None else partial(support_logprob, support=support)
-    return score(
+    logprobs_M, entropy_M = score(
         hidden_MC,
         head.weight,
-        target_M,
+        to_device(target_M, hidden_TC.device),
         temperature=temperature,
         bias=head.bias,
         logit_scale=attachment.logit_scale,
         logit_softcap=attachment.logit_softcap,
     )
+    return (logprobs_M, entropy_M) if share is None else share.gather(logprobs_M, entropy_M)
 
 
 def _check_vocabulary(layout: PackedLayout, vocab_size: int) -> None:

@@ -16,6 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ratoon.attention import AttentionRequest, explain_choice, forest_attention
 from ratoon.attention.request import Feature
+from ratoon.distributed import SequenceGroup
+from ratoon.distributed.ulysses import gather_heads, own_heads, scatter_heads
 from ratoon.models.forest import AttentionCall, Forest
 
 IMPLEMENTATION = "ratoon"
@@ -56,6 +58,9 @@ class Attachment:
 
     logit_softcap: float | None
     """Caps the head's output (Gemma 2)."""
+
+    sequence_group: SequenceGroup | None = None
+    """The ranks that hold each layout together (`set_sequence_parallel`); None: each rank has its own."""
 
 
 def is_attached(model: nn.Module) -> bool:
@@ -162,7 +167,7 @@ def check_inputs(
 def _check_tokens(input_ids: Tensor | None, forest: Forest) -> None:
     if input_ids is not None and input_ids.shape != forest.token_ids_1T.shape:
         raise ValueError(
-            f"input_ids must be the forest's, [1, {forest.layout.num_rows}], got {list(input_ids.shape)}; "
+            f"input_ids must be the forest's, {list(forest.token_ids_1T.shape)}, got {list(input_ids.shape)}; "
             f"{_HOW_TO_CALL}"
         )
 
@@ -184,7 +189,7 @@ def _checked_positions(position_ids: Tensor | None, forest: Forest) -> Tensor:
         return forest.positions_1T
     if position_ids.shape != forest.positions_1T.shape:
         raise ValueError(
-            f"position_ids must be the forest's, [1, {forest.layout.num_rows}], got {list(position_ids.shape)}; "
+            f"position_ids must be the forest's, {list(forest.positions_1T.shape)}, got {list(position_ids.shape)}; "
             "positions of several axes (MRoPE) are not supported. Leave position_ids out"
         )
     if not torch.equal(position_ids, forest.positions_1T):
@@ -218,7 +223,8 @@ def attend_forest(
 ) -> tuple[Tensor, None]:
     """Our entry in transformers' table of attention functions: [1, H, T, D] -> [1, T, H, D].
 
-    The window, softcap and sinks are the layer's own: hybrids get one plan for each distinct window.
+    The window, softcap and sinks are the layer's own: hybrids get one plan for each distinct window. Where ranks hold
+    the forest together, T is this rank's rows, and it attends for all rows with its part of the heads.
     """
     if forest is None:
         raise ValueError(f"the attention of an attached model was called without its forest; {_HOW_TO_CALL}")
@@ -239,16 +245,22 @@ def attend_forest(
             f"a forest is one row of tokens without a cache, got queries of shape {list(query_1HTD.shape)} "
             f"and keys of shape {list(key_1HTD.shape)}"
         )
+    group = forest.sequence_group
+    q_THD, k_THD, v_THD = (x_1HTD[0].transpose(0, 1) for x_1HTD in (query_1HTD, key_1HTD, value_1HTD))
+    if group is not None:
+        q_THD, k_THD, v_THD = scatter_heads(q_THD, k_THD, v_THD, group)
     out_THD = forest_attention(
-        query_1HTD[0].transpose(0, 1),
-        key_1HTD[0].transpose(0, 1),
-        value_1HTD[0].transpose(0, 1),
+        q_THD,
+        k_THD,
+        v_THD,
         forest.plan_for(sliding_window),
         softmax_scale=scaling,
         softcap=softcap,
-        sinks_H=s_aux,
+        sinks_H=s_aux if s_aux is None or group is None else own_heads(s_aux, group),
         impl=forest.impl,
     )
+    if group is not None:
+        out_THD = gather_heads(out_THD, group)
     if forest.calls is not None:
         forest.calls.append(_describe_call(module, query_1HTD, value_1HTD, sliding_window, softcap, s_aux))
     return out_THD[None], None

@@ -132,6 +132,11 @@ class SampledSupport:
         is_drawn = np.repeat(token_ids, np.diff(self.offsets)) == self.token_ids
         return np.flatnonzero(~np.logical_or.reduceat(is_drawn, self.offsets[:-1]))
 
+    def part(self, start: int, stop: int) -> "SampledSupport":
+        """That of tokens `start` to `stop`, the latter left out."""
+        first, last = int(self.offsets[start]), int(self.offsets[stop])
+        return SampledSupport(self.offsets[start : stop + 1] - first, self.token_ids[first:last])
+
     @classmethod
     def of(cls, kept: Sequence[NDArray[np.int32]]) -> "SampledSupport":
         """From the kept token ids of each of R tokens."""
