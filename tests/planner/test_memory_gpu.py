@@ -16,7 +16,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ratoon.layout import pack_groups
 from ratoon.models import attach, forward_logprobs, model_shape, set_recompute
-from ratoon.planner.memory import GenerationSize, MicrobatchSize, RecomputeMode, WeightsInMemory, estimate_memory
+from ratoon.planner.memory import estimate_memory
+from ratoon.planner.memory_sizes import GenerationSize, MicrobatchSize, RecomputeMode, WeightsInMemory
 from ratoon.trainer import MasterOptimizer
 from ratoon.types import Prompt, Response, RolloutGroup
 

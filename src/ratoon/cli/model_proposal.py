@@ -10,7 +10,8 @@ from ratoon.models import load_tokenizer, preview_model
 from ratoon.models.config import Dtype, ModelConfig, Recompute
 from ratoon.models.load import DTYPES
 from ratoon.models.outline import outline_model
-from ratoon.planner.memory import GenerationSize, MicrobatchSize, WeightsInMemory, estimate_memory
+from ratoon.planner.memory import estimate_memory
+from ratoon.planner.memory_sizes import GenerationSize, MicrobatchSize, WeightsInMemory
 
 ASSUMED_GPU_GIB = 80
 """Where the recipe is written on a machine without a GPU."""

@@ -21,13 +21,8 @@ from ratoon.models import ModelPreview, preview_model
 from ratoon.models.load import DTYPES
 from ratoon.models.outline import ModelOutline, outline_model
 from ratoon.planner import CostModel, GroupShape, StepPlan, plan_shapes
-from ratoon.planner.memory import (
-    GenerationSize,
-    MemoryEstimate,
-    MicrobatchSize,
-    WeightsInMemory,
-    estimate_memory,
-)
+from ratoon.planner.memory import MemoryEstimate, estimate_memory
+from ratoon.planner.memory_sizes import GenerationSize, MicrobatchSize, WeightsInMemory
 from ratoon.rollout.engines.cache_budget import BLOCK_TOKENS, CacheLayout
 from ratoon.trainer.checkpoint import FREE_BYTES_MARGIN
 from ratoon.trainer.model_folder import FOLDER_BYTES

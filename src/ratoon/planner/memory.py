@@ -6,44 +6,30 @@ What the formulas count:
   moments, float32, of every trained weight; a frozen reference model's weights; the rollout engine's key/value cache,
   which stays between steps.
 - Gradients: float32 of every trained weight, kept from one microbatch to the next. While a microbatch's backward runs,
-  its own gradients grow (in the weights' dtype) as its activations shrink, so the larger of the two counts. 32-bit ones
-  are added to the kept gradients one by one.
-- Activations: what autograd keeps of the layers of a transformers decoder of the Llama kind, byte by byte (norms keep
-  a float32 and a model-dtype copy of their input; the MLP keeps four vectors of its width; attention keeps q, k, v and
-  its output). Exact for Llama and Qwen3; Gemma's extra norms and biases are left out.
-- Log-prob tiles: logits exist a tile at a time.
+  its own gradients grow (in the weights' dtype) as its activations shrink, so that one end or the other has the most:
+  the last layer's backward, the first layer's, or the moment after, when 16-bit gradients are added to the kept ones.
+  32-bit ones are added one by one.
+- Activations and a layer's backward: `activation_memory`. Log-prob tiles: `head_memory`.
+- A model cut over ranks (`Shards`): parts of float32 weights, moments and gradients; gathered in the model's dtype, the
+  root (embedding, last norm, head) and the layers at work, with the gradient that a layer has before it is summed.
 - Not counted: the interpreter and libraries (0.5 to 1 GB of host memory, about 0.5 GB on a GPU), what the memory
   allocator cannot reuse, host copies while a checkpoint is read or written.
 
 Estimate over measurement, float32 on a CPU (tests/planner/test_memory.py): what is held 0.92 to 0.98 of the process's
 memory; the rise in backward, of what torch's allocator gave out, 0.87 to 1.02 for SmolLM2-135M and 1.04 to 1.26 for a
-small Qwen3. The process's own peak is 10 to 25 % higher, because freed blocks do not fit new ones. In bfloat16 on an
-H200 (tests/planner/test_memory_gpu.py): 0.99 to 1.03 in every phase and recompute mode.
+small Qwen3. The process's own peak is 10 to 25 % higher, because freed blocks do not fit new ones. On an H200:
+tests/planner/test_memory_gpu.py.
 """
 
-# Shape letters: T rows, M scored tokens, L layers, H heads, D head dim, C channels, V vocabulary, K experts per token.
+# Shape letters: T rows, M scored tokens, L layers, C channels, V vocabulary.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
+from ratoon.planner.activation_memory import activation_bytes, layer_activation_bytes, layer_scratch_bytes
+from ratoon.planner.head_memory import head_scratch_bytes
+from ratoon.planner.memory_sizes import WHOLE, GenerationSize, MicrobatchSize, Shards, WeightsInMemory
 from ratoon.types.model_shape import ModelShape
-
-RecomputeMode = Literal["none", "selective", "full"]
-
-GIB = 1 << 30
-_MIB = 1 << 20
-
-_CPU_TILE_BYTES = 8 * _MIB
-_CUDA_TILE_BYTES = 256 * _MIB
-_TILES = 3
-"""Of logits, and of the gradients made from them, alive at a time (`ratoon.ops.logprob.tiling`)."""
-
-_BACKWARD_MLP_VECTORS = 3
-"""Gradients of the MLP's width that are alive at a time while one layer's backward runs."""
-
-_BACKWARD_RESIDUAL_VECTORS = 4
-"""The same of the residual's width: its own gradient, its sum, and the norm's float32 work."""
 
 _SAMPLING_BYTES = 24
 """A response and vocabulary entry, where a generation step draws a token: the logits in the model's dtype and in
@@ -51,62 +37,13 @@ float32, and their differences and running sum in float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsInMemory:
-    """How many weights one rank holds, and in what."""
-
-    num_parameters: int
-    """All of the policy's, tied ones once."""
-
-    num_trainable_parameters: int
-    """Those that have gradients and moments: all, or an adapter's."""
-
-    dtype_bytes: int
-    """Of one weight and one activation: 4 for float32, 2 for bfloat16 and float16."""
-
-    num_reference_parameters: int = 0
-    """Of a frozen reference model held beside the policy; 0 where there is none, or where the policy without its
-    adapter is the reference."""
-
-    def __post_init__(self) -> None:
-        if min(self.num_parameters, self.num_trainable_parameters, self.num_reference_parameters) < 0:
-            raise ValueError(f"numbers of parameters must not be negative, got {self}")
-        if self.dtype_bytes not in (2, 4, 8):
-            raise ValueError(f"dtype_bytes must be 2, 4 or 8, got {self.dtype_bytes}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicrobatchSize:
-    """The largest forward and backward pass of a step."""
-
-    num_rows: int
-    num_scored: int
-    recompute: RecomputeMode = "none"
-    has_qk_norm: bool = False
-    """Each head's queries and keys are normalised (Qwen3, Gemma 3, OLMo 2)."""
-
-    is_only_one: bool = False
-    """The update has no other microbatch on this rank: no gradients wait while it runs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationSize:
-    """What the in-process rollout engine holds."""
-
-    cache_tokens: int = 0
-    """Tokens of the key/value cache, over all layers."""
-
-    num_concurrent: int = 0
-    """Responses that draw a token in one forward pass."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes by what holds them; `peak_bytes` is the largest phase."""
+    """Bytes of one rank by what holds them; `peak_bytes` is the largest phase."""
 
     weights: int
     reference: int
     masters: int
-    """float32 copies of 16-bit weights."""
+    """float32 copies of 16-bit weights; where the model is cut over ranks, the parts that are trained."""
 
     moments: int
     """AdamW's first and second."""
@@ -114,20 +51,23 @@ class MemoryEstimate:
     cache: int
     """Keys and values of the rollout engine."""
 
+    gathered: int
+    """Weights of other ranks, while layers run; 0 where the model is not cut."""
+
     gradients: int
     """Of a whole update, once they are summed."""
 
     kept_gradients: int
     """Those of earlier microbatches, while another one runs."""
 
-    new_gradients: int
-    """A microbatch's own at the end of its backward; 0 where each is added to the kept ones as it appears."""
-
     activations: int
     """What forward leaves for backward."""
 
     scratch: int
-    """What backward needs beside it: the layer it is in, and log-prob tiles."""
+    """What the backward of the head, or of the last layer, needs beside them: the larger."""
+
+    late: int
+    """At the end of backward, instead of these two: a microbatch's own gradients, and what is left of activations."""
 
     optimizer_scratch: int
     generation_scratch: int
@@ -140,11 +80,18 @@ class MemoryEstimate:
     @property
     def by_phase(self) -> Mapping[str, int]:
         """Highest bytes of each phase of a step, what is held included."""
+        running = self.held + self.gathered
         return {
-            "generate": self.held + self.generation_scratch,
-            "backward": self.held + self.kept_gradients + max(self.activations + self.scratch, self.new_gradients),
+            "generate": running + self.generation_scratch,
+            "backward": running + self.kept_gradients + max(self.activations + self.scratch, self.late),
             "optimizer": self.held + self.gradients + self.optimizer_scratch,
         }
+
+    @property
+    def update_bytes(self) -> int:
+        """Highest of the phases that the trainer's update is made of."""
+        phases = self.by_phase
+        return max(phases["backward"], phases["optimizer"])
 
     @property
     def peak_bytes(self) -> int:
@@ -163,25 +110,31 @@ def estimate_memory(
     generation: GenerationSize,
     *,
     on_cuda: bool = False,
+    shards: Shards = WHOLE,
 ) -> MemoryEstimate:
-    """What one rank needs at most in steady state: from the second update on, at the largest microbatch."""
+    """What one rank needs at most in steady state: from the second update on, at the largest microbatch.
+
+    microbatch: one rank's. shards: how the weights are cut; with adapters the frozen ones are cut too.
+    """
     b, trainable = weights.dtype_bytes, weights.num_trainable_parameters
+    is_cut = shards.num_shards > 1
     master_bytes = max(b, 4)
-    gradients = master_bytes * trainable
+    summed = shards.part(master_bytes * trainable)
+    kept_frozen = b * (weights.num_parameters - (trainable if is_cut else 0))
     return MemoryEstimate(
-        weights=b * weights.num_parameters,
-        reference=b * weights.num_reference_parameters,
-        masters=master_bytes * trainable if b < 4 else 0,
-        moments=2 * master_bytes * trainable,
+        weights=shards.part(kept_frozen),
+        reference=shards.part(b * weights.num_reference_parameters),
+        masters=summed if is_cut or b < 4 else 0,
+        moments=2 * summed,
         cache=generation.cache_tokens * cache_token_bytes(shape, b),
-        gradients=gradients,
-        kept_gradients=0 if microbatch.is_only_one else gradients,
-        # Where masters are separate, or none wait to be added to, they all stand beside the masters' for a moment.
-        new_gradients=b * trainable if b < 4 or microbatch.is_only_one else 0,
+        gathered=_gathered_bytes(shape, weights, shards) if is_cut else 0,
+        gradients=summed,
+        kept_gradients=0 if microbatch.is_only_one else summed,
         activations=activation_bytes(shape, microbatch, b),
-        scratch=_scratch_bytes(shape, microbatch, b, on_cuda=on_cuda),
+        scratch=_scratch_bytes(shape, weights, microbatch, shards, on_cuda=on_cuda),
+        late=_late_bytes(shape, weights, microbatch, shards, on_cuda=on_cuda),
         # On a GPU AdamW handles all weights at once and needs the square roots of the second moments.
-        optimizer_scratch=master_bytes * trainable if on_cuda else 0,
+        optimizer_scratch=summed if on_cuda else 0,
         generation_scratch=_SAMPLING_BYTES * shape.vocab_size * generation.num_concurrent,
     )
 
@@ -191,49 +144,61 @@ def cache_token_bytes(shape: ModelShape, dtype_bytes: int) -> int:
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype_bytes
 
 
-def activation_bytes(shape: ModelShape, microbatch: MicrobatchSize, dtype_bytes: int) -> int:
-    """What the layers and the head keep for backward."""
-    T, M, C = microbatch.num_rows, microbatch.num_scored, shape.hidden_size
-    final = T * (_norm_bytes(C, dtype_bytes) - C * dtype_bytes) + 2 * M * C * dtype_bytes + 12 * M
-    return T * shape.num_layers * _layer_bytes(shape, microbatch, dtype_bytes) + final
+def _root_parameters(shape: ModelShape) -> int:
+    """Embedding, last norm and head."""
+    return shape.hidden_size * (shape.vocab_size * (1 if shape.tied_embeddings else 2) + 1)
 
 
-def _layer_bytes(shape: ModelShape, microbatch: MicrobatchSize, b: int) -> int:
-    """What one layer keeps of one row."""
-    C = shape.hidden_size
-    if microbatch.recompute == "full":
-        return C * b
-    heads = shape.head_dim * (shape.num_heads + shape.num_kv_heads)
-    attention = 2 * heads * b + 4 * shape.num_heads  # q, k, v, out, and the log-sum-exp
-    if microbatch.recompute == "selective":
-        return attention + 4 * C * b + (heads * b if microbatch.has_qk_norm else 0)
-    qk_norms = _norm_bytes(heads, b) - heads * b if microbatch.has_qk_norm else 0
-    return attention + 2 * _norm_bytes(C, b) + qk_norms + _mlp_bytes(shape, b)
+def _layer_parameters(shape: ModelShape, weights: WeightsInMemory) -> int:
+    return max(weights.num_parameters - _root_parameters(shape), 0) // shape.num_layers
 
 
-def _norm_bytes(width: int, b: int) -> int:
-    """Input in float32, normalised input, and output, which is the next product's input."""
-    return width * (max(b, 4) + 2 * b)
+def _gathered_bytes(shape: ModelShape, weights: WeightsInMemory, shards: Shards) -> int:
+    layers = min(shards.num_gathered_layers, shape.num_layers) * _layer_parameters(shape, weights)
+    return weights.dtype_bytes * (_root_parameters(shape) + layers)
 
 
-def _mlp_bytes(shape: ModelShape, b: int) -> int:
-    """Gate, its activation, up, and their product; for experts also the rows gathered for them and what they return."""
-    chosen = max(shape.experts_per_token, 1)
-    gathered = 2 * chosen * shape.hidden_size + 3 * shape.num_experts if shape.num_experts else 0
-    return (4 * chosen * shape.intermediate_size + gathered) * b
+def _scratch_bytes(
+    shape: ModelShape, weights: WeightsInMemory, microbatch: MicrobatchSize, shards: Shards, *, on_cuda: bool
+) -> int:
+    """The larger of what the head's backward and the last layer's need beside the activations."""
+    b = weights.dtype_bytes
+    is_trained = weights.are_all_trained
+    head = head_scratch_bytes(shape, microbatch, b, is_trained=is_trained, on_cuda=on_cuda)
+    layer = layer_scratch_bytes(shape, microbatch, b, on_cuda=on_cuda)
+    if shards.num_shards > 1 or _stand_by_themselves(weights, microbatch):
+        layer += b * shape.vocab_size * shape.hidden_size if is_trained else 0  # the head's, while layers run
+    return max(head, layer + _unsummed_bytes(shape, weights, shards))
 
 
-def _scratch_bytes(shape: ModelShape, microbatch: MicrobatchSize, b: int, *, on_cuda: bool) -> int:
-    """The larger of what the head's backward and one layer's need beside the activations."""
-    T, M, C = microbatch.num_rows, microbatch.num_scored, shape.hidden_size
-    width = max(shape.experts_per_token, 1) * shape.intermediate_size
-    layer = T * b * (_BACKWARD_MLP_VECTORS * width + _BACKWARD_RESIDUAL_VECTORS * C)
-    if microbatch.recompute == "selective":
-        layer += T * (_mlp_bytes(shape, b) + _norm_bytes(C, b))
-    if microbatch.recompute == "full":
-        whole = MicrobatchSize(num_rows=T, num_scored=M, has_qk_norm=microbatch.has_qk_norm)
-        layer += T * _layer_bytes(shape, whole, b)
-    tile_bytes = _CUDA_TILE_BYTES if on_cuda else _CPU_TILE_BYTES
-    tiles = _TILES * min(tile_bytes, 4 * M * shape.vocab_size)
-    head = tiles + 4 * M * C + b * shape.vocab_size * C
-    return max(layer, head)
+def _late_bytes(
+    shape: ModelShape, weights: WeightsInMemory, microbatch: MicrobatchSize, shards: Shards, *, on_cuda: bool
+) -> int:
+    """The most at the end of backward, when all but the first layer's activations are gone."""
+    b, trainable = weights.dtype_bytes, weights.num_trainable_parameters
+    first_layer = layer_activation_bytes(shape, microbatch, b)
+    first_layer += layer_scratch_bytes(shape, microbatch, b, on_cuda=on_cuda)
+    embedding = shape.vocab_size * shape.hidden_size if weights.are_all_trained else 0
+    if shards.num_shards > 1:
+        # This microbatch's sums, and the root's gradient as it comes and in float32, to be summed.
+        own = shards.part(max(b, 4) * trainable)
+        root = _root_parameters(shape) if weights.are_all_trained else 0
+        return own + max(first_layer + b * root + _unsummed_bytes(shape, weights, shards), (b + max(b, 4)) * root)
+    own = b * trainable if _stand_by_themselves(weights, microbatch) else 0
+    while_layers_run = own - (0 if shape.tied_embeddings else b * embedding)
+    # A tied embedding's gradient comes after the head's. Then 16-bit gradients are widened one by one.
+    afterwards = max(b * embedding if shape.tied_embeddings or not own else 0, 4 * embedding if b < 4 else 0)
+    return max(first_layer + max(while_layers_run, 0), own + afterwards)
+
+
+def _stand_by_themselves(weights: WeightsInMemory, microbatch: MicrobatchSize) -> bool:
+    """Whether a microbatch's gradients are not added to the kept ones as they appear."""
+    return weights.dtype_bytes < 4 or microbatch.is_only_one
+
+
+def _unsummed_bytes(shape: ModelShape, weights: WeightsInMemory, shards: Shards) -> int:
+    """A layer's gradients before they are summed over ranks: as they come, and in float32."""
+    if shards.num_shards == 1 or not weights.are_all_trained:
+        return 0
+    b = weights.dtype_bytes
+    return (b + max(b, 4)) * _layer_parameters(shape, weights)
