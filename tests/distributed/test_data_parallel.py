@@ -247,7 +247,7 @@ def test_ranks_that_disagree_are_named(on_two_ranks: dict[Check, list[Any]]):
 def test_a_rank_that_does_not_come_is_named(on_two_ranks: dict[Check, list[Any]]):
     """prime-rl#1713: a hang must end, and say which wait it was."""
     message = on_two_ranks[late_barrier][0]
-    assert "rank 0 of 2: barrier of 0.5 s failed" in message
+    assert "rank 0 of 2: barrier failed (limit 0.5 s)" in message
     assert "1" in message.split("failed", 1)[1]
 
 

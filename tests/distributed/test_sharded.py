@@ -28,6 +28,8 @@ from ratoon.distributed import (
 from ratoon.distributed.sharded import local_part
 from ratoon.layout import PackedLayout, pack_groups
 from ratoon.models import attach, forward_logprobs, set_compile, set_recompute
+from ratoon.models.forest import Forest
+from ratoon.models.forward import score_forest
 from ratoon.types import Prompt, Response, RolloutGroup
 
 Mode = Literal["none", "selective", "full"]
@@ -200,7 +202,7 @@ def direct_calls(_: DataParallel, __: Path) -> list[str]:
     messages: list[str] = []
     for _round in range(2):
         with pytest.raises(ValueError, match="not gathered") as error:
-            forward_logprobs(model, layout)
+            score_forest(model, Forest.build(layout, device="cpu"))
         messages.append(str(error.value))
         with torch.no_grad():
             loss_of(model, layout, is_idle=False)

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ratoon.distributed.agreement import OtherRankError, on_each, on_each_awaited, on_main, on_main_awaited
     from ratoon.distributed.data_parallel import CollectiveError, DataParallel
     from ratoon.distributed.launch import from_environment, single_process
     from ratoon.distributed.sharded import (
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "CollectiveError": "data_parallel",
     "DataParallel": "data_parallel",
+    "OtherRankError": "agreement",
     "SequenceGroup": "ulysses",
     "clip_gradients": "sharded",
     "from_environment": "launch",
@@ -30,6 +32,10 @@ _HOMES = {
     "idle_layout": "sharded",
     "is_sharded": "sharded",
     "load_sharded": "sharded_checkpoint",
+    "on_each": "agreement",
+    "on_each_awaited": "agreement",
+    "on_main": "agreement",
+    "on_main_awaited": "agreement",
     "ranks_mesh": "ulysses",
     "reshard": "sharded",
     "run_in_root": "sharded",
@@ -44,6 +50,7 @@ _HOMES = {
 __all__ = [
     "CollectiveError",
     "DataParallel",
+    "OtherRankError",
     "SequenceGroup",
     "clip_gradients",
     "from_environment",
@@ -51,6 +58,10 @@ __all__ = [
     "idle_layout",
     "is_sharded",
     "load_sharded",
+    "on_each",
+    "on_each_awaited",
+    "on_main",
+    "on_main_awaited",
     "ranks_mesh",
     "reshard",
     "run_in_root",

@@ -4,10 +4,13 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Value = TypeVar("Value")
 
 BUCKET_BYTES = 32 * 1024 * 1024
 """Largest buffer that one collective of gradients or parameters sends."""
@@ -103,8 +106,29 @@ class DataParallel:
             if not tensor.is_contiguous():
                 tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
 
-    def barrier(self, timeout_s: float | None = None) -> None:
-        """Returns once every rank has come here.
+    def all_gather(self, what: str, value: Value) -> list[Value]:
+        """Each rank's `value`, which pickle can write, in the order of ranks. what: names the exchange in errors.
+
+        Raises CollectiveError where a rank does not come; on rank 0 it names the ranks.
+        """
+        if self.world_size == 1:
+            return [value]
+        self.barrier(what=what)
+        values: list[Any] = [None] * self.world_size
+        self._run(what, lambda: dist.all_gather_object(values, value, group=self.control_group))
+        return values
+
+    def broadcast(self, what: str, value: Value) -> Value:
+        """Rank 0's `value`, which pickle can write, on every rank. Otherwise as `all_gather`."""
+        if self.world_size == 1:
+            return value
+        self.barrier(what=what)
+        sent: list[Any] = [value]
+        self._run(what, lambda: dist.broadcast_object_list(sent, 0, group=self.control_group))
+        return sent[0]
+
+    def barrier(self, timeout_s: float | None = None, *, what: str = "barrier") -> None:
+        """Returns once every rank has come here. what: names the occasion in errors.
 
         Raises CollectiveError after `timeout_s`; on rank 0 it names the ranks that did not come.
         """
@@ -112,8 +136,9 @@ class DataParallel:
             return
         limit = timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
         self._run(
-            f"barrier of {limit.total_seconds():g} s",
+            what,
             lambda: dist.monitored_barrier(self.control_group, limit, wait_all_ranks=True),
+            limit_s=limit.total_seconds(),
         )
 
     def close(self) -> None:
@@ -144,12 +169,13 @@ class DataParallel:
                 f"{self.rank} has {description[:400]}; start every rank with the same recipe and code"
             )
 
-    def _run(self, what: str, collective: Callable[[], object]) -> None:
+    def _run(self, what: str, collective: Callable[[], object], limit_s: float | None = None) -> None:
         try:
             collective()
         except RuntimeError as error:
+            limit = f"{self.timeout_s if limit_s is None else limit_s:g} s"
             raise CollectiveError(
-                f"rank {self.rank} of {self.world_size}: {what} failed (limit {self.timeout_s:g} s): {error}; "
+                f"rank {self.rank} of {self.world_size}: {what} failed (limit {limit}): {error}; "
                 "another rank died or hangs, so look at the first error in the other ranks' logs"
             ) from error
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ratoon.layout import PackedLayout, pack_documents
 
@@ -172,6 +172,19 @@ def full_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that is cut over ranks, sharing its memory; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Whether this rank holds a part of the tensor only."""
+    return isinstance(tensor, DTensor)
+
+
+def cut_like(whole: Tensor, like: Tensor) -> Tensor:
+    """`whole`, of which every rank has a copy, cut over ranks and on the device as `like` is. No communication."""
+    whole = whole.to(like.device)
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _run(_: nn.Module, function: Callable[[], Result]) -> Result:

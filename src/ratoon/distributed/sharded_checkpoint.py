@@ -19,26 +19,43 @@ from ratoon.types import UserError
 _WEIGHTS, _OPTIMIZER = "model/", "optimizer/"
 
 
+Masters = Mapping[nn.Parameter, Tensor]
+"""The tensors that an optimizer trains in the place of a model's parameters, and that are copied to these."""
+
+
 def save_sharded(
-    folder: Path, model: nn.Module, optimizer: Optimizer, *, process_group: dist.ProcessGroup | None = None
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    masters: Masters | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Every rank writes its parts of weights, persistent buffers and optimizer state to `folder`.
 
     A folder that all ranks see. All ranks must call it together; it returns once the files of all are on disk. It is
     not atomic: write to another name, then rename. Settings of the optimizer (rates) are not in it.
+    masters: written instead of the parameters they stand for.
     process_group: for the ranks' agreement; None is the default group.
     """
     reshard(model)
-    state = {**_weights(model), **_optimizer_tensors(model, optimizer)}
+    trained = _trained(model, masters)
+    state = {**_weights(model, trained), **_optimizer_tensors(trained, optimizer)}
     save(state, checkpoint_id=folder, process_group=process_group, no_dist=not dist.is_initialized())
 
 
 def load_sharded(
-    folder: Path, model: nn.Module, optimizer: Optimizer, *, process_group: dist.ProcessGroup | None = None
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    masters: Masters | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Fills model and optimizer, in place, with what `save_sharded` wrote, whatever the number of ranks was.
 
-    The optimizer holds parameters of `model`; afterwards it has the state that was saved, and none if there was none.
+    The optimizer holds parameters of `model`, or their masters; afterwards it has the state that was saved, and none if
+    there was none. masters: filled instead of the parameters they stand for, which stay as they are.
     Read only folders of your own runs: the library's index is a pickle.
 
     Raises UserError where the folder holds another model.
@@ -48,30 +65,36 @@ def load_sharded(
     if not (Path(folder) / ".metadata").is_file():
         raise UserError(f"{str(folder)!r} holds no sharded checkpoint, or one whose writing did not end")
     saved = reader.read_metadata().state_dict_metadata
-    weights = _weights(model)
+    trained = _trained(model, masters)
+    weights = _weights(model, trained)
     _check_same_model(weights, saved, folder)
-    moments = _empty_moments(model, optimizer, saved)
+    moments = _empty_moments(trained, optimizer, saved)
     load(
         {**weights, **moments},
         storage_reader=reader,
         process_group=process_group,
         no_dist=not dist.is_initialized(),
     )
-    _give_state(model, optimizer, moments)
+    _give_state(trained, optimizer, moments)
 
 
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Sharing memory with the model; tied weights once."""
+def _trained(model: nn.Module, masters: Masters | None) -> dict[str, Tensor]:
+    """By the parameter's name, what the optimizer trains, or would: the parameter or its master. Tied ones once."""
+    return {name: (masters or {}).get(parameter, parameter) for name, parameter in model.named_parameters()}
+
+
+def _weights(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sharing memory with the model or its masters."""
     persistent = set(model.state_dict())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()} | buffers
+    tensors = {name: tensor.detach() for name, tensor in trained.items()} | buffers
     return {_WEIGHTS + name: tensor for name, tensor in tensors.items()}
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+def _optimizer_tensors(trained: Mapping[str, Tensor], optimizer: Optimizer) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
+    for name, tensor in trained.items():
+        for key, value in optimizer.state.get(tensor, {}).items():
             tensors[f"{_OPTIMIZER}{name}/{key}"] = value
     held = sum(len(state) for state in optimizer.state.values())
     assert len(tensors) == held, f"the optimizer holds state of {held - len(tensors)} tensors outside of the model"
@@ -91,10 +114,10 @@ def _check_same_model(weights: Mapping[str, Tensor], saved: Mapping[str, Any], f
         )
 
 
-def _empty_moments(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+def _empty_moments(trained: Mapping[str, Tensor], optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Tensor]:
     """Room for the saved optimizer state, cut as the parameters are."""
-    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter in trained}
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = {name: tensor for name, tensor in trained.items() if tensor in held}
     room: dict[str, Tensor] = {}
     for place, entry in saved.items():
         if not place.startswith(_OPTIMIZER):
@@ -116,13 +139,13 @@ def _empty_moments(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, A
     return room
 
 
-def _give_state(model: nn.Module, optimizer: Optimizer, moments: Mapping[str, Tensor]) -> None:
+def _give_state(trained: Mapping[str, Tensor], optimizer: Optimizer, moments: Mapping[str, Tensor]) -> None:
     """Through the optimizer's own loading, which puts step counts where its implementation wants them."""
     by_name: dict[str, dict[str, Tensor]] = {}
     for place, value in moments.items():
         name, _, key = place.removeprefix(_OPTIMIZER).rpartition("/")
         by_name.setdefault(name, {})[key] = value
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = {tensor: name for name, tensor in trained.items()}
     in_order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     state = {index: by_name[name] for index, name in enumerate(in_order) if name in by_name}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,12 +1,13 @@
 """AdamW over 32-bit (or wider) weights, whatever the model computes in, and its learning-rate schedule."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from ratoon.distributed.sharded import cut_like, is_cut
 from ratoon.trainer.config import TrainerConfig
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -17,7 +18,8 @@ class MasterOptimizer:
 
     A 16-bit weight of 1.0 cannot move by less than 2**-8 (bfloat16), so small learning rates would
     act on nothing. Gradients of microbatches are summed in float32 for the same reason. Parameters
-    of 32 and 64 bits are their own masters: nothing is copied.
+    of 32 and 64 bits are their own masters: nothing is copied. Those of a sharded model are, and each rank updates
+    its parts.
     """
 
     def __init__(
@@ -27,13 +29,24 @@ class MasterOptimizer:
         learning_rate: float,
         weight_decay: float,
         betas: tuple[float, float],
+        clip: Callable[[float], float] | None = None,
     ) -> None:
+        """clip: scales the parameters' gradients to a 2-norm at most and returns the one before (`clip_gradients`), for
+        a sharded model, whose norm no rank can tell alone."""
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.masters = [_master_of(parameter) for parameter in self.parameters]
         matrices = [master for master in self.masters if master.ndim >= 2]
         vectors = [master for master in self.masters if master.ndim < 2]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate, betas=betas)
+        assert clip is not None or not any(map(is_cut, self.parameters)), "no rank knows the norm of cut gradients"
+        self.clip = self._clip if clip is None else clip
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=learning_rate,
+            betas=betas,
+            # Torch's own choice for tensors that are cut is a loop over them.
+            fused=True if any(is_cut(p) and p.device.type == "cuda" for p in self.parameters) else None,
+        )
 
     def accumulate(self) -> None:
         """Adds the model's gradients to the masters' and clears them; call after each backward."""
@@ -49,7 +62,7 @@ class MasterOptimizer:
 
         An update whose norm is not finite is refused: the weights stay and FloatingPointError is raised.
         """
-        norm = nn.utils.clip_grad_norm_(self.masters, max_grad_norm).item()
+        norm = self.clip(max_grad_norm)
         if not math.isfinite(norm):
             self.clear()
             raise FloatingPointError(
@@ -60,15 +73,27 @@ class MasterOptimizer:
             group["lr"] = learning_rate
         self.adamw.step()
         self.clear()
-        with torch.no_grad():
-            for parameter, master in zip(self.parameters, self.masters, strict=True):
-                if parameter is not master:
-                    parameter.copy_(master)
+        self.take_masters()
         return norm
 
     def clear(self) -> None:
         for tensor in (*self.parameters, *self.masters):
             tensor.grad = None
+
+    def _clip(self, max_norm: float) -> float:
+        return nn.utils.clip_grad_norm_(self.masters, max_norm).item()
+
+    @property
+    def master_of(self) -> dict[nn.Parameter, Tensor]:
+        """By the model's parameter, the tensor that is trained in its place; it itself where it is its own master."""
+        return dict(zip(self.parameters, self.masters, strict=True))
+
+    def take_masters(self) -> None:
+        """Gives the model's parameters the masters' values, rounded."""
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                if parameter is not master:
+                    parameter.copy_(master)
 
     @property
     def full_state_bytes(self) -> int:
@@ -90,11 +115,29 @@ class MasterOptimizer:
         return {"adamw": self.adamw.state_dict(), "masters": masters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.adamw.load_state_dict(state["adamw"])
+        """What `state_dict` gave with one process or with a model that was not sharded, whatever this one is."""
+        in_order = [parameter for group in self.adamw.param_groups for parameter in group["params"]]
+        moments = {
+            index: {key: _moment_like(value, in_order[index]) for key, value in found.items()}
+            for index, found in state["adamw"]["state"].items()
+        }
+        self.adamw.load_state_dict({"state": moments, "param_groups": self._groups_as_here(state["adamw"])})
         with torch.no_grad():
             for master, saved in zip(self.masters, state["masters"], strict=True):
                 if saved is not None:
-                    master.copy_(saved)
+                    master.copy_(cut_like(saved, master))
+
+    def _groups_as_here(self, adamw: dict[str, Any]) -> list[dict[str, Any]]:
+        """The saved groups' settings, with the implementation that suits these parameters."""
+        return [
+            saved | {name: own[name] for name in ("foreach", "fused")}
+            for saved, own in zip(adamw["param_groups"], self.adamw.param_groups, strict=True)
+        ]
+
+
+def _moment_like(value: Any, parameter: Tensor) -> Any:
+    is_like_weight = isinstance(value, Tensor) and value.shape == parameter.shape and is_cut(parameter)
+    return cut_like(value, parameter) if is_like_weight else value
 
 
 def _master_of(parameter: nn.Parameter) -> Tensor:

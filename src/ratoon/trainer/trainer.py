@@ -18,7 +18,7 @@ from ratoon.algorithms.losses import supervised_loss
 from ratoon.algorithms.objective import ScoredTokens, microbatch_objective
 from ratoon.algorithms.sequences import sequence_sums
 from ratoon.attention.transfer import to_device
-from ratoon.distributed import DataParallel
+from ratoon.distributed import DataParallel, is_sharded
 from ratoon.models import forward_logprobs, has_adapters, model_shape
 from ratoon.planner import useful_flops
 from ratoon.trainer.microbatch import Microbatch, Update, build_microbatch
@@ -91,6 +91,7 @@ class Trainer:
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in self._microbatches(update, "token"):
             if batch.layout.num_scored == 0:
+                self._stand_by(batch)
                 continue
             logprobs_M, _ = forward_logprobs(self.model, batch.layout)
             microbatch_loss = supervised_loss(logprobs_M, _like(batch.loss_weights_M, logprobs_M))
@@ -125,7 +126,7 @@ class Trainer:
 
     def _kl_of_sequences(self, batch: Microbatch) -> list[float]:
         assert self.algorithm.kl_estimator is not None, "there is no KL penalty to compute"
-        if batch.layout.num_scored == 0:
+        if batch.layout.num_scored == 0 and not is_sharded(self.model):
             return [0.0] * batch.layout.num_sequences
         ref_logprobs_M = self._reference_logprobs(batch)
         logprobs_M, _ = forward_logprobs(self.model, batch.layout, self.temperature, support=batch.support)
@@ -169,12 +170,13 @@ class Trainer:
         return self.reference(batch.layout, batch.support)
 
     def _backward(self, batch: Microbatch, totals: StepTotals) -> None:
-        """Adds the microbatch's gradient. One without scored tokens has none, and runs no forward pass."""
-        if batch.layout.num_scored == 0:
-            return
-        assert batch.advantages_M is not None, "groups need advantages before a policy update"
+        """Adds the microbatch's gradient. One without scored tokens has none."""
         # Before the policy's pass: the reference may be the same model in another state.
         ref_logprobs_M = self._reference_logprobs(batch) if self.algorithm.kl_in == "loss" else None
+        if batch.layout.num_scored == 0:
+            self._stand_by(batch)
+            return
+        assert batch.advantages_M is not None, "groups need advantages before a policy update"
         logprobs_M, entropy_M = forward_logprobs(self.model, batch.layout, self.temperature, support=batch.support)
         rollout_logprobs_M = batch.rollout_logprobs_M
         tokens = ScoredTokens(
@@ -194,8 +196,15 @@ class Trainer:
         flops = useful_flops(self.shape, batch.layout, trains_weights=self.trains_weights)
         totals.add(batch.layout, flops, result, entropy_M)
 
+    def _stand_by(self, idle: Microbatch) -> None:
+        """Has nothing to score, and takes part where the other ranks' passes wait for this one's."""
+        if is_sharded(self.model):
+            logprobs_M, entropy_M = forward_logprobs(self.model, idle.layout)
+            (logprobs_M.sum() + entropy_M.sum()).backward()
+
     def _apply(self, learning_rate: float) -> float:
-        self.data_parallel.all_reduce_gradients(self.optimizer.masters)
+        if not is_sharded(self.model):  # there the backward passes have summed them
+            self.data_parallel.all_reduce_gradients(self.optimizer.masters)
         return self.optimizer.step(learning_rate=learning_rate, max_grad_norm=self.max_grad_norm)
 
 
