@@ -1,6 +1,7 @@
 """`ratoon init`: every recipe that it writes loads and can be planned."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,8 @@ def test_model_folder_decides_the_model_table(model_folder: Path, tmp_path: Path
     recipe = load_recipe(tmp_path / "r.toml")
     assert recipe.model.path == str(model_folder)
     assert recipe.model.dtype == "bfloat16"
-    assert recipe.model.recompute == "none"
+    assert recipe.model.recompute == "auto"
+    assert "at these rows probably none" in (tmp_path / "r.toml").read_text()
     assert recipe.planner.max_rows_per_microbatch == 32_768
     assert recipe.data.chat_template is has_template
 
@@ -206,7 +208,9 @@ def test_little_memory_recomputes_more_then_takes_fewer_rows_then_warns(
         arguments = ("--machine", "cpu", "--model", model_folder, "--memory-gib", gib, "--force")
         assert init(tmp_path / "r.toml", *arguments) == 0
         recipe = load_recipe(tmp_path / "r.toml")
-        choices.append((recipe.model.recompute, recipe.planner.max_rows_per_microbatch))
+        found = re.search(r"at these rows probably (\w+)", (tmp_path / "r.toml").read_text())
+        assert found is not None
+        choices.append((found[1], recipe.planner.max_rows_per_microbatch))
         assert ("warning" in capsys.readouterr().err) == (gib == 0.001)
     order = ["none", "selective", "full"]
     ranks = [(order.index(recompute), -rows) for recompute, rows in choices]

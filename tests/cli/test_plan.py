@@ -1,6 +1,7 @@
 """`ratoon plan`: what it says, what it leaves alone, and how it ends."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.loop.tiny_run import write_tiny_recipe
 from transformers import PreTrainedModel
 
 from ratoon.cli.main import main
+from ratoon.loop.device_memory import DeviceMemory
 from ratoon.models import build_fresh
 from ratoon.models.config import FreshModelConfig
 
@@ -119,17 +121,37 @@ def test_recipe_of_another_machine_is_planned_all_the_same(plan: Plan):
 
 
 def test_memory_and_disk_that_do_not_suffice(plan: Plan, monkeypatch: pytest.MonkeyPatch):
-    """Too little memory is an estimate, and warned of; a checkpoint that cannot be written is what train refuses."""
-    monkeypatch.setattr("ratoon.loop.dry_run.machine_bytes", lambda _: 1000)
-    status, out, _ = plan()
-    assert status == 0
-    assert "warning: the estimate is over" in out
+    """With "auto" train refuses; a mode that the recipe insists on is warned of. A full disk is refused too."""
+    small = DeviceMemory.of_total("cpu", 1000)
+    with monkeypatch.context() as little_memory:
+        little_memory.setattr(DeviceMemory, "here", lambda _: small)
+        status, out, err = plan()
+        assert status == 2
+        assert "does not fit" in out
+        assert "one step needs" in err
+        status, out, _ = plan("--model.recompute=selective")
+        assert status == 0
+        assert "warning: memory:" in out
     usage = SimpleNamespace(total=1, used=1, free=1000)
     monkeypatch.setattr("ratoon.loop.run_state.shutil.disk_usage", lambda _: usage)
     status, out, err = plan()
     assert status == 2
     assert "Free some space" in err
     assert "checkpoints stand side by side" in out
+
+
+def test_memory_of_each_mode_and_of_ranks_that_share_the_model(plan: Plan):
+    _, out, _ = plan("--model.dtype=bfloat16")
+    assert "highest with recompute none" in out
+    assert re.search(r"recompute none .* fits, taken", out)
+    assert re.search(r"recompute full .* fits\n", out)
+    assert "this run has 1 rank" in out
+    _, shared, _ = plan("--model.dtype=bfloat16", "--gpus=4")
+    assert "this run has 4 ranks" in shared
+    assert "estimated, of each rank" in shared
+    assert "weights gathered for a layer" in shared
+    with pytest.raises(SystemExit):
+        plan("--gpus=0")
 
 
 def test_run_folder_that_train_would_resume_or_refuse(plan: Plan, folder: Path, capsys: pytest.CaptureFixture[str]):

@@ -159,7 +159,7 @@ def _choices(known: argparse.Namespace, task: Task, data: DataLook | None, out: 
         assert proposal.estimate_bytes is not None, "an unknown size counts as fitting"
         print(
             f"warning: training every weight of {known.model} needs about {proposal.estimate_bytes / 2**30:.0f} GiB, "
-            f"too much for {proposal.memory_bytes / 2**30:.0f} GiB; add a [model.lora] table, or take a "
+            f"too much for {proposal.device.total_bytes / 2**30:.0f} GiB; add a [model.lora] table, or take a "
             "smaller model",
             file=sys.stderr,
         )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ratoon.cli.recipe_templates import Machine
-from ratoon.loop.dry_run import machine_bytes
+from ratoon.loop.device_memory import DeviceMemory
 from ratoon.models import load_tokenizer, preview_model
 from ratoon.models.config import Dtype, ModelConfig, Recompute
 from ratoon.models.load import DTYPES
@@ -15,9 +15,6 @@ from ratoon.planner.memory_sizes import GenerationSize, MicrobatchSize, WeightsI
 
 ASSUMED_GPU_GIB = 80
 """Where the recipe is written on a machine without a GPU."""
-
-_USABLE = 0.8
-"""Share of the memory that an estimate may fill."""
 
 _ROWS = (32_768, 16_384, 8_192, 4_096)
 _ENOUGH_ROWS = 8_192
@@ -34,6 +31,8 @@ class ModelProposal:
 
     dtype: Dtype
     recompute: Recompute
+    """What "auto" is expected to take."""
+
     max_rows_per_microbatch: int
     has_chat_template: bool
     num_parameters: int | None
@@ -41,12 +40,12 @@ class ModelProposal:
     estimate_bytes: int | None
     """At these rows; None where the number of weights is not known."""
 
-    memory_bytes: int
+    device: DeviceMemory
     """That the estimate was held against."""
 
     @property
     def fits(self) -> bool:
-        return self.estimate_bytes is None or self.estimate_bytes <= _USABLE * self.memory_bytes
+        return self.estimate_bytes is None or self.estimate_bytes <= self.device.usable_bytes
 
     @property
     def learning_rate(self) -> str:
@@ -67,11 +66,11 @@ def propose(path: str, *, gguf_file: str | None, machine: Machine, memory_gib: f
     tokenizer = load_tokenizer(path, gguf_file=gguf_file)
     device_type = "cuda" if machine == "gpu" else "cpu"
     if memory_gib is not None:
-        memory_bytes = int(memory_gib * 2**30)
+        device = DeviceMemory.of_total(device_type, int(memory_gib * 2**30))
     elif machine == "gpu" and not torch.cuda.is_available():
-        memory_bytes = ASSUMED_GPU_GIB << 30
+        device = DeviceMemory.of_total(device_type, ASSUMED_GPU_GIB << 30)
     else:
-        memory_bytes = machine_bytes(device_type)
+        device = DeviceMemory.here(torch.device(device_type))
     recompute, num_rows, estimate = _RECOMPUTES[0], _ENOUGH_ROWS, None
     if preview.num_parameters is not None:
         weights = WeightsInMemory(
@@ -88,7 +87,7 @@ def propose(path: str, *, gguf_file: str | None, machine: Machine, memory_gib: f
                 GenerationSize(cache_tokens=_CACHE_ROWS, num_concurrent=128),
                 on_cuda=machine == "gpu",
             ).peak_bytes
-            if estimate <= _USABLE * memory_bytes:
+            if estimate <= device.usable_bytes:
                 break
     return ModelProposal(
         dtype=dtype,
@@ -97,7 +96,7 @@ def propose(path: str, *, gguf_file: str | None, machine: Machine, memory_gib: f
         has_chat_template=bool(tokenizer.chat_template),
         num_parameters=preview.num_parameters,
         estimate_bytes=estimate,
-        memory_bytes=memory_bytes,
+        device=device,
     )
 
 
@@ -115,5 +114,8 @@ def model_table(path: str, gguf_file: str | None, proposal: ModelProposal) -> st
     if gguf_file is not None:
         lines.append(f"gguf_file = {json.dumps(gguf_file)}")
     lines.append(f"dtype = {json.dumps(proposal.dtype)} # of weights and computation; the optimizer keeps float32")
-    lines.append(f"recompute = {json.dumps(proposal.recompute)} # none, selective, full: less memory, more time")
+    lines.append(
+        f'recompute = "auto" # the fastest that fits of none, selective, full; at these rows probably '
+        f"{proposal.recompute}"
+    )
     return "\n".join(lines)

@@ -16,6 +16,7 @@ _EXAMPLE = """\
 example:
   ratoon plan recipes/quickstart.toml
   ratoon plan recipes/quickstart.toml --full --rollout.group_size 64
+  ratoon plan recipes/quickstart.toml --gpus 8
 
 Reads data, tokenizer, reward functions and the model's configuration, but no weights, and writes nothing. It says
 what a step is made of, what it costs and what memory it needs, and what `ratoon train` would do with the run's
@@ -34,6 +35,9 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
         takes_overrides=True,
     )
     parser.add_argument("recipe", type=Path, metavar="RECIPE.toml")
+    parser.add_argument(
+        "--gpus", type=_positive, default=1, metavar="K", help="plan for K ranks, over which the model is cut"
+    )
     parser.add_argument("--full", action="store_true", help="show every key of the recipe, defaults included")
 
 
@@ -44,7 +48,7 @@ def _run(known: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ratoon.loop.dry_run import dry_run
 
     with _leaving_no_bytecode():
-        found = dry_run(recipe, recipe_dir=folder_of_files(known.recipe))
+        found = dry_run(recipe, recipe_dir=folder_of_files(known.recipe), num_ranks=known.gpus)
     for line in page_lines(found, recipe_file=known.recipe, full=known.full):
         print(line)
     problems = found.problems()
@@ -52,6 +56,12 @@ def _run(known: argparse.Namespace, overrides: Sequence[str]) -> int:
         sys.stdout.flush()
         complain("plan", " ".join(problems))
     return 2 if problems else 0
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from pydantic import BaseModel
 
 from ratoon.config.loading import dump_recipe
 from ratoon.config.recipe import Recipe
-from ratoon.loop.dry_run import NUM_RANKS, DryRun
-from ratoon.planner.memory import MemoryEstimate
+from ratoon.loop.dry_run import DryRun
+from ratoon.loop.memory_policy import FASTEST_FIRST
+from ratoon.loop.run_memory import RunMemory
 
 
 def page_lines(found: DryRun, *, recipe_file: Path, full: bool) -> Iterator[str]:
@@ -26,7 +27,7 @@ def page_lines(found: DryRun, *, recipe_file: Path, full: bool) -> Iterator[str]
     yield from ("", "Model")
     yield from _indented(_model_lines(found))
     if found.memory is not None:
-        yield from ("", "Memory, estimated")
+        yield from ("", "Memory, estimated" + (", of each rank" if found.num_ranks > 1 else ""))
         yield from _indented(_memory_lines(found, found.memory))
     yield from ("", "Checked now")
     yield from _indented(_check_lines(found))
@@ -66,7 +67,7 @@ def _step_lines(found: DryRun) -> Iterator[str]:
     recipe = found.recipe
     rollout, algorithm = recipe.rollout, recipe.algorithm
     updates = algorithm.num_minibatches
-    ranks = f"{NUM_RANKS} rank" if NUM_RANKS == 1 else f"{NUM_RANKS} ranks"
+    ranks = _count(found.num_ranks, "rank")
     yield (
         f"{rollout.prompts_per_step:,} prompts x {rollout.group_size:,} responses = {rollout.responses_per_step:,} "
         f"sequences a step. Both numbers are global: for all ranks together (this run has {ranks})."
@@ -142,23 +143,45 @@ def _model_lines(found: DryRun) -> Iterator[str]:
         yield f"attention of {layers}: {chosen}; {kind.reason}"
 
 
-def _memory_lines(found: DryRun, memory: MemoryEstimate) -> Iterator[str]:
+def _memory_lines(found: DryRun, memory: RunMemory) -> Iterator[str]:
+    """What the mode that would run takes, by what holds it; then the peak of each mode."""
+    chosen = found.recompute or FASTEST_FIRST[-1]
+    estimate = memory.at_worst(chosen)
     parts = {
-        "weights": memory.weights,
-        "reference model": memory.reference,
-        "float32 masters": memory.masters,
-        "Adam's moments": memory.moments,
-        "key/value cache of the rollout": memory.cache,
-        "gradients": memory.gradients,
-        "activations of the largest microbatch": memory.activations,
-        "working space of backward": memory.scratch,
+        "weights": estimate.weights,
+        "reference model": estimate.reference,
+        "float32 masters" if memory.shards.num_shards == 1 else "float32 weights, a part": estimate.masters,
+        "Adam's moments": estimate.moments,
+        "key/value cache of the rollout": estimate.cache,
+        "weights gathered for a layer": estimate.gathered,
+        "gradients": estimate.gradients,
+        "activations of the largest microbatch": estimate.activations,
+        "working space of backward": estimate.scratch,
     }
+    yield f"with recompute {chosen}, at {memory.worst.num_rows:,} rows of which {memory.worst.num_scored:,} are scored:"
     for name, num_bytes in parts.items():
         if num_bytes:
             yield f"{name:<38}{_size(num_bytes):>10}"
-    yield f"{'highest, in ' + memory.peak_phase:<38}{_size(memory.peak_bytes):>10}"
-    room = "" if found.machine_bytes is None else f" This machine has {_size(found.machine_bytes)}."
-    yield f"Python, libraries and what the allocator cannot reuse come on top: 1 to 2 GiB, more for large models.{room}"
+    yield from _mode_lines(found, memory)
+
+
+def _mode_lines(found: DryRun, memory: RunMemory) -> Iterator[str]:
+    device = found.device
+    for mode in FASTEST_FIRST:
+        estimate = memory.at_worst(mode)
+        fits = ""
+        if device is not None:
+            fits = "fits" if estimate.peak_bytes <= device.usable_bytes else "does not fit"
+        taken = ", taken" if mode == found.recompute else ""
+        yield (
+            f"{'highest with recompute ' + mode:<38}{_size(estimate.peak_bytes):>10}  in {estimate.peak_phase}"
+            + (f"; {fits}" if fits else "")
+            + taken
+        )
+    if device is None:
+        yield "Python and libraries come on top: about 1 GiB. This machine lacks the device, so nothing says what fits."
+    else:
+        yield f"An estimate may fill {_size(device.usable_bytes)} of {_size(device.total_bytes)}: {device.margin}."
 
 
 def _check_lines(found: DryRun) -> Iterator[str]:

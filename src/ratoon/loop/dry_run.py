@@ -2,35 +2,30 @@
 
 # Shape letters: P prompt tokens, R response tokens.
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 
-import psutil
 import torch
 
 from ratoon.attention import resolve_impl
 from ratoon.config.recipe import Recipe
 from ratoon.data import DataReport
+from ratoon.loop.device_memory import DeviceMemory
 from ratoon.loop.inputs import check_attention, load_inputs
+from ratoon.loop.memory_policy import choose_recompute, fitting_mode
+from ratoon.loop.run_memory import RunMemory
 from ratoon.loop.run_state import RunState, peek_run_folder
 from ratoon.metrics.sinks import check_sinks
 from ratoon.models import ModelPreview, preview_model
 from ratoon.models.load import DTYPES
 from ratoon.models.outline import ModelOutline, outline_model
 from ratoon.planner import CostModel, GroupShape, StepPlan, plan_shapes
-from ratoon.planner.memory import MemoryEstimate, estimate_memory
-from ratoon.planner.memory_sizes import GenerationSize, MicrobatchSize, WeightsInMemory
-from ratoon.rollout.engines.cache_budget import BLOCK_TOKENS, CacheLayout
+from ratoon.planner.memory_sizes import RecomputeMode
 from ratoon.trainer.checkpoint import FREE_BYTES_MARGIN
 from ratoon.trainer.model_folder import FOLDER_BYTES
 from ratoon.types.errors import UserError
 from ratoon.types.model_shape import ModelShape
-
-NUM_RANKS = 1
-"""`ratoon train` runs in one process so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +75,14 @@ class DryRun:
     longest_sequence: int
     """Tokens of the longest prompt, held-out ones included, and the longest response."""
 
-    memory: MemoryEstimate | None
+    num_ranks: int
+    """That share a step; the model is cut over them."""
+
+    memory: RunMemory | None
     """None where the number of weights is not known without the folder's own code."""
 
-    machine_bytes: int | None
-    """Memory of the device; None where it is not here."""
+    device: DeviceMemory | None
+    """None where it is not here."""
 
     checkpoint_bytes: int | None
     run: RunState
@@ -96,9 +94,22 @@ class DryRun:
             return None
         return self.model.num_parameters - _idle_expert_parameters(self.model.shape)
 
+    @property
+    def recompute(self) -> RecomputeMode | None:
+        """What a run would compute again; None where "auto" cannot tell, or finds nothing that fits."""
+        named = self.recipe.model.recompute
+        if named != "auto":
+            return named
+        return None if self.memory is None or self.device is None else fitting_mode(self.memory, self.device)
+
     def problems(self) -> tuple[str, ...]:
         """What `ratoon train` would refuse, though it can be planned for."""
         found = [self.run.problem] if self.run.problem else []
+        if self.device is not None:
+            try:
+                choose_recompute(self.recipe, self.memory, self.device)
+            except UserError as error:
+                found.append(str(error))
         if self.checkpoint_bytes is not None and self.run.free_bytes < self.checkpoint_bytes + FREE_BYTES_MARGIN:
             wanted = (self.checkpoint_bytes + FREE_BYTES_MARGIN) / 1e9
             found.append(
@@ -112,10 +123,10 @@ class DryRun:
         return tuple(_warnings(self))
 
 
-def dry_run(recipe: Recipe, *, recipe_dir: Path) -> DryRun:
+def dry_run(recipe: Recipe, *, recipe_dir: Path, num_ranks: int = 1) -> DryRun:
     """Reads the recipe's data, tokenizer, reward functions and model configuration.
 
-    recipe_dir: files the recipe names are relative to it.
+    recipe_dir: files the recipe names are relative to it. num_ranks: that the model is cut over and share each step.
 
     Raises UserError as `ratoon train` does for whatever is wrong in them, but for a device or a run folder that
     cannot be used: those are part of the answer.
@@ -131,7 +142,8 @@ def dry_run(recipe: Recipe, *, recipe_dir: Path) -> DryRun:
     R = recipe.rollout.max_response_tokens
     prompt_lengths = [prompt.num_tokens for prompt in prompts.train]
     steps = tuple(
-        _forecast_step(recipe, prompt_lengths, model.shape, length) for length in dict.fromkeys((-(-R // 2), R))
+        _forecast_step(recipe, prompt_lengths, model.shape, length, num_ranks)
+        for length in dict.fromkeys((-(-R // 2), R))
     )
     return DryRun(
         recipe=recipe,
@@ -143,21 +155,12 @@ def dry_run(recipe: Recipe, *, recipe_dir: Path) -> DryRun:
         attention=tuple(_attention(recipe, outline, is_here)),
         steps=steps,
         longest_sequence=longest,
-        memory=_memory(recipe, model, outline, prompts.report, on_cuda=device_type == "cuda"),
-        machine_bytes=machine_bytes(device_type) if is_here else None,
+        num_ranks=num_ranks,
+        memory=RunMemory.of(recipe, model, outline, prompts.report, on_cuda=device_type == "cuda", num_ranks=num_ranks),
+        device=DeviceMemory.here(torch.device(device_type)) if is_here else None,
         checkpoint_bytes=_checkpoint_bytes(recipe, model),
         run=peek_run_folder(recipe, has_heldout=bool(prompts.heldout)),
     )
-
-
-def machine_bytes(device_type: str) -> int:
-    """Memory of the first GPU, or of this machine as far as its control group may use it."""
-    if device_type == "cuda":
-        return int(torch.cuda.get_device_properties(0).total_memory)
-    total = psutil.virtual_memory().total
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() and os.access(limit, os.R_OK) else "max"
-    return min(total, int(text)) if text.isdecimal() else total
 
 
 def _device(name: str) -> tuple[str, bool]:
@@ -186,7 +189,7 @@ def _attention(recipe: Recipe, outline: ModelOutline, is_here: bool) -> Iterator
 
 
 def _forecast_step(
-    recipe: Recipe, prompt_lengths: Sequence[int], shape: ModelShape, response_tokens: int
+    recipe: Recipe, prompt_lengths: Sequence[int], shape: ModelShape, response_tokens: int, num_ranks: int = 1
 ) -> StepForecast:
     rollout = recipe.rollout
     lengths = _typical_lengths(prompt_lengths, rollout.prompts_per_step)
@@ -200,7 +203,7 @@ def _forecast_step(
             chosen = [single for group in chosen for single in _singles(group)]
         plan = plan_shapes(
             chosen,
-            num_ranks=NUM_RANKS,
+            num_ranks=num_ranks,
             max_rows_per_microbatch=recipe.planner.max_rows_per_microbatch,
             cost=flops,
         )
@@ -257,79 +260,6 @@ def _largest_rows(groups: Sequence[GroupShape], plan: StepPlan) -> int:
     )
 
 
-def _memory(
-    recipe: Recipe, model: ModelPreview, outline: ModelOutline, data: DataReport, *, on_cuda: bool
-) -> MemoryEstimate | None:
-    if model.num_parameters is None or model.num_trained is None:
-        return None
-    P, R, N = data.lengths.maximum, recipe.rollout.max_response_tokens, recipe.rollout.group_size
-    groups_per_update = ceil(recipe.rollout.prompts_per_step / recipe.algorithm.num_minibatches)
-    copies = 1 if recipe.planner.share_prompts else N
-    rows_per_update = groups_per_update * (copies * P + N * R)
-    limit = recipe.planner.max_rows_per_microbatch
-    num_rows = min(limit, rows_per_update)
-    own_weights = recipe.model.lora is None
-    return estimate_memory(
-        model.shape,
-        WeightsInMemory(
-            num_parameters=model.num_parameters + (0 if own_weights else model.num_trained),
-            num_trainable_parameters=model.num_trained,
-            dtype_bytes=DTYPES[recipe.model.dtype].itemsize,
-            num_reference_parameters=model.num_parameters if recipe.algorithm.needs_reference and own_weights else 0,
-        ),
-        MicrobatchSize(
-            num_rows=num_rows,
-            num_scored=min(num_rows, groups_per_update * N * R),
-            recompute=recipe.model.recompute,
-            has_qk_norm=outline.has_qk_norm,
-            is_only_one=rows_per_update <= limit,
-        ),
-        GenerationSize(
-            cache_tokens=_cache_tokens(recipe, model.shape, data),
-            num_concurrent=min(recipe.rollout.max_concurrent_responses, _most_open_responses(recipe, data)),
-        ),
-        on_cuda=on_cuda,
-    )
-
-
-def _most_open_responses(recipe: Recipe, data: DataReport) -> int:
-    return max(recipe.rollout.responses_per_step, data.num_heldout * recipe.evaluation.group_size)
-
-
-def _cache_tokens(recipe: Recipe, shape: ModelShape, data: DataReport) -> int:
-    """Tokens of the rollout engine's cache, averaged over layers, once its longest prompts have come."""
-    rollout = recipe.rollout
-    layout = _cache_layout(shape)
-    if rollout.cache_tokens is not None:
-        num_blocks = layout.tokens_to_blocks(rollout.cache_tokens)
-    else:
-        together = min(rollout.group_size, rollout.max_concurrent_responses)
-        of_group = layout.blocks(data.lengths.maximum, rollout.max_response_tokens, together)
-        num_open = min(rollout.max_concurrent_responses, _most_open_responses(recipe, data))
-        num_blocks = ceil(of_group / together * num_open)
-    return layout.blocks_to_tokens(num_blocks)
-
-
-def _cache_layout(shape: ModelShape) -> CacheLayout:
-    """As continuous batching groups layers: groups of one kind, all as large as the largest common divisor."""
-    windows = shape.windows or (None,) * shape.num_layers
-    sliding = [window for window in windows if window is not None]
-    num_full = len(windows) - len(sliding)
-    per_group = _common_divisor(num_full, len(sliding))
-    return CacheLayout(
-        block_tokens=BLOCK_TOKENS,
-        num_full=num_full // per_group,
-        num_sliding=len(sliding) // per_group,
-        window=sliding[0] if sliding else None,
-    )
-
-
-def _common_divisor(left: int, right: int) -> int:
-    while right:
-        left, right = right, left % right
-    return left
-
-
 def _checkpoint_bytes(recipe: Recipe, model: ModelPreview) -> int | None:
     if model.num_parameters is None or model.num_trained is None:
         return None
@@ -349,15 +279,10 @@ def _warnings(found: DryRun) -> Iterator[str]:
     recipe = found.recipe
     if not found.is_device_here:
         yield f'trainer.device = "{found.device_type}", but torch finds no CUDA device here: this machine cannot run it'
-    if found.memory is not None and found.machine_bytes is not None:
-        share = found.memory.peak_bytes / found.machine_bytes
-        if share > 0.85:
-            verb = "is over" if share > 1 else "nearly fills"
-            yield (
-                f"the estimate {verb} the {found.machine_bytes / 2**30:.0f} GiB of this machine's "
-                f"{'GPU' if found.device_type == 'cuda' else 'memory'}; lower planner.max_rows_per_microbatch, set "
-                "model.recompute, rollout.cache_tokens or model.dtype, or take a smaller model"
-            )
+    if found.memory is not None and found.device is not None and recipe.model.recompute != "auto":
+        choice = choose_recompute(recipe, found.memory, found.device)
+        if choice.warning is not None:
+            yield choice.warning
     limit = found.outline.max_positions
     if limit is not None and found.longest_sequence > limit and recipe.model.fresh is None:
         yield (

@@ -15,15 +15,20 @@ from transformers.utils.logging import disable_progress_bar
 
 from ratoon.config.recipe import Recipe
 from ratoon.distributed import single_process
+from ratoon.loop.device_memory import DeviceMemory
 from ratoon.loop.inputs import Inputs, check_attention, load_inputs, load_model, resolve_device
+from ratoon.loop.memory_policy import MemoryChoice, choose_recompute
+from ratoon.loop.memory_watch import MemoryWatch
 from ratoon.loop.reference import build_reference, keep_reference
 from ratoon.loop.run_folder import RunFolder, open_run_folder
+from ratoon.loop.run_memory import RunMemory
 from ratoon.loop.stop_rules import EXIT_STOPPED
 from ratoon.loop.synchronous import SynchronousRun
 from ratoon.metrics import MetricsLog, read_metrics
 from ratoon.metrics.rows import MetricValue
 from ratoon.metrics.sinks import Sinks, check_sinks
-from ratoon.models import attention_choices, describe_adapters
+from ratoon.models import attention_choices, describe_adapters, preview_model
+from ratoon.models.outline import outline_model
 from ratoon.rewards.messages import Cause
 from ratoon.rollout import RolloutEngine, build_engine
 from ratoon.trainer.best_checkpoint import best_step
@@ -73,6 +78,11 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
             return 0
         folder.store_recipe(recipe)
         _say_what_it_begins_with(view, folder, inputs)
+        choice = _choose_recompute(recipe, inputs, device)
+        view.say(choice.sentence)
+        if choice.warning is not None:
+            view.warn(choice.warning)
+        recipe, memory = choice.applied_to(recipe), MemoryWatch(choice, device)
         view.phase("load model")
         model = load_model(recipe, inputs.tokenizer, checkpoint=checkpoint, device=device)
         if recipe.model.lora is not None:
@@ -82,7 +92,7 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
         engine = build_engine(recipe.rollout, model, inputs.tokenizer, device)
         run = SynchronousRun(
             recipe, inputs, model, engine,
-            folder=folder, metrics=metrics, view=view, data_parallel=single_process(),
+            folder=folder, metrics=metrics, view=view, data_parallel=single_process(), memory=memory,
         )  # fmt: skip
         with _stop_on_signals(run, view.warn) as received:
             asyncio.run(_begin_or_resume(run, checkpoint))
@@ -103,6 +113,20 @@ def _say_what_it_begins_with(view: RunView, folder: RunFolder, inputs: Inputs) -
         view.say(line)
     for warning in report.warnings:
         view.warn(warning)
+
+
+def _choose_recompute(recipe: Recipe, inputs: Inputs, device: torch.device) -> MemoryChoice:
+    """By the recipe, its data and the memory that is free now. Raises UserError where nothing fits."""
+    report = inputs.prompts.report
+    longest = report.lengths.maximum + recipe.rollout.max_response_tokens
+    memory = RunMemory.of(
+        recipe,
+        preview_model(recipe.model),
+        outline_model(recipe.model, device_type=device.type, longest_sequence=longest),
+        report,
+        on_cuda=device.type == "cuda",
+    )
+    return choose_recompute(recipe, memory, DeviceMemory.here(device))
 
 
 class RunFailedError(RuntimeError):
@@ -241,6 +265,7 @@ def _summary(
     before = next((row for row in evaluations if row.step == 0), None)
     after = next((row for row in reversed(evaluations) if row.step > 0), None)
     shown = before or after
+    largest = _memory_of_the_largest(steps)
     seconds = metrics.total_seconds
     return RunSummary(
         run_name=recipe.run.name,
@@ -257,6 +282,8 @@ def _summary(
         reward_after=None if after is None else _number(after.values, "reward_mean"),
         reward_after_step=None if after is None else after.step,
         num_heldout_responses=0 if shown is None else int(_number(shown.values, "num_responses")),
+        memory_peak_gib=largest.get("memory_peak_gib"),
+        memory_predicted_gib=largest.get("memory_predicted_gib"),
         num_failures_by_cause=_failures_by_cause(steps),
         num_responses_dropped=_total(steps, "reward_dropped"),
         checkpoint=None if run.newest_checkpoint is None else folder.shown(run.newest_checkpoint),
@@ -272,6 +299,13 @@ def _best_checkpoint(recipe: Recipe, folder: RunFolder) -> Path | None:
 
 def _total(rows: Sequence[Mapping[str, MetricValue]], name: str) -> int:
     return sum(int(_number(row, name)) for row in rows)
+
+
+def _memory_of_the_largest(rows: Sequence[Mapping[str, MetricValue]]) -> dict[str, float]:
+    """Peak and prediction of the step that took most; empty where none was measured."""
+    names = ("memory_peak_gib", "memory_predicted_gib")
+    largest = max(rows, key=lambda row: _number(row, names[0]), default={})
+    return {name: _number(largest, name) for name in names if _number(largest, name)}
 
 
 def _failures_by_cause(rows: Sequence[Mapping[str, MetricValue]]) -> dict[str, int]:

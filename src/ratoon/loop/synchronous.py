@@ -19,7 +19,9 @@ from ratoon.distributed import DataParallel
 from ratoon.loop.diagnosis import StepDiagnosis, StepFacts, explain_loss
 from ratoon.loop.evaluation import Evaluation, evaluate
 from ratoon.loop.inputs import Inputs
+from ratoon.loop.memory_watch import MemoryWatch
 from ratoon.loop.run_folder import RunFolder
+from ratoon.loop.run_memory import row_counts
 from ratoon.loop.stages import attach_advantages, plan_updates
 from ratoon.loop.step_rollout import StepRollout, roll_out, without_truncated
 from ratoon.loop.stop_rules import StopReason, StopRules
@@ -61,6 +63,7 @@ class SynchronousRun:
         metrics: MetricsLog,
         view: RunView,
         data_parallel: DataParallel,
+        memory: MemoryWatch,
     ) -> None:
         self.recipe = recipe
         self.inputs = inputs
@@ -70,6 +73,7 @@ class SynchronousRun:
         self.metrics = metrics
         self.view = view
         self.data_parallel = data_parallel
+        self.memory = memory
         self.prompts = self._stream(shuffle=recipe.data.shuffle)
         self.cost = CostModel.from_shape(model_shape(model.config), flops_per_s=_ASSUMED_FLOPS_PER_S[model.device.type])
         is_cuda = model.device.type == "cuda"
@@ -179,7 +183,7 @@ class SynchronousRun:
                 engine=self.engine,
                 rewards=self.inputs.rewards,
                 metrics=self.metrics,
-                enter=self.view.phase,
+                enter=self._enter,
             )
         kl = self._kl_in_rewards(rollout.groups)
         penalties = None if kl is None else [recipe.algorithm.kl_coefficient * kl_N for kl_N in kl]
@@ -348,6 +352,7 @@ class SynchronousRun:
             reward_mean=rollout.reward_mean,
             reward_std=rollout.reward_std,
         )
+        memory = self.memory.of_step([row_counts(update, self.data_parallel.rank) for update in updates])
         num_generated = sum(sum(group.response_lengths) for group in rollout.scored.groups)
         row = self.metrics.log(
             self.num_steps_done,
@@ -359,6 +364,7 @@ class SynchronousRun:
             num_sampled_groups=rollout.num_groups_asked,
             num_generated_tokens=num_generated,
             **({"num_loss_tokens": 0} if result is None else self._update_figures(result)),
+            **memory.metrics(),
             planner_imbalance=max((update.plan.imbalance for update in updates), default=1.0),
             step_s=seconds,
         )
@@ -380,6 +386,8 @@ class SynchronousRun:
         self._explain_zero_once(facts)
         for kind, warning in (rollout.scored.warnings() | rollout.warnings() | diagnosis.warnings(facts)).items():
             self.view.warn(warning, kind=kind)
+        if memory.warning is not None:
+            self.view.warn(memory.warning, kind="memory beyond prediction")
         return facts
 
     def _explain_zero_once(self, facts: StepFacts) -> None:
@@ -402,6 +410,10 @@ class SynchronousRun:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        self.view.phase(name)
+        self._enter(name)
         with self.metrics.span(name):
             yield
+
+    def _enter(self, name: str) -> None:
+        self.view.phase(name)
+        self.memory.enter(name)

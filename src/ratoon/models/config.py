@@ -13,6 +13,7 @@ AttentionImpl = Literal[
     "triton-adding", "flash-fa4", "flash-fa3", "flash-fa2", "flash-cpu", "flex-triton", "flex-fa4",
 ]  # fmt: skip
 Recompute = Literal["none", "selective", "full"]
+RecomputeChoice = Literal["auto", "none", "selective", "full"]
 Compile = Literal["none", "layers"]
 
 
@@ -128,8 +129,9 @@ class ModelConfig(BaseModel):
     attention: AttentionImpl = "auto"
     """Attention implementation, or one provider of it; `auto` takes the fastest that fits and says which."""
 
-    recompute: Recompute = "none"
-    """What the backward pass computes again to save memory: nothing, norms and MLPs, or every layer."""
+    recompute: RecomputeChoice = "auto"
+    """What the backward pass computes again to save memory: nothing, norms and MLPs, or every layer; `auto` takes the
+    first of them whose largest step is predicted to fit the device, and says which. Results do not change."""
 
     compile: Compile = "none"
     """Run each decoder layer through torch.compile, which fuses what is around its products; needs a C++ compiler on a

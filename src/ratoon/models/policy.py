@@ -9,7 +9,7 @@ from ratoon.models.adapters import add_adapters, load_adapters, merge_adapters, 
 from ratoon.models.attachment import attach
 from ratoon.models.base_model import FrozenBase, base_of, fingerprint_of, remember_base
 from ratoon.models.compiled import set_compile
-from ratoon.models.config import FreshModelConfig, ModelConfig
+from ratoon.models.config import FreshModelConfig, ModelConfig, Recompute
 from ratoon.models.fresh import build_fresh
 from ratoon.models.load import DTYPES, cast_weights, load_model_folder, load_policy, move
 from ratoon.models.recompute import set_recompute
@@ -23,6 +23,7 @@ def build_policy(
     checkpoint: a folder that `save_policy` wrote for a run of this `config` and `seed`; the weights are then those,
     bit by bit. With adapters the base beneath them is loaded as `config` says, and checked to be the same.
     seed: of a fresh model's weights, and of new adapters.
+    `config.recompute` "auto" computes nothing again: who trains chooses first, by the memory at hand.
 
     Raises UserError for whatever is wrong with the folders, as `load_policy` and `add_adapters` do.
     """
@@ -32,7 +33,7 @@ def build_policy(
         model, _ = build_fresh(config.fresh, seed)
         cast_weights(model, DTYPES[config.dtype])
         move(model, torch.device(device))
-        set_compile(set_recompute(attach(model, config.attention), config.recompute), config.compile)
+        set_compile(set_recompute(attach(model, config.attention), _recompute(config)), config.compile)
     else:
         assert config.path is not None, "a model config has a path or is fresh"
         model = _load(config, config.path, gguf_file=config.gguf_file, device=device)
@@ -82,13 +83,17 @@ def load_merged(folder: Path, *, base_path: str | None = None, trust_remote_code
     return merge_adapters(model, folder)
 
 
+def _recompute(config: ModelConfig) -> Recompute:
+    return "none" if config.recompute == "auto" else config.recompute
+
+
 def _load(config: ModelConfig, path: str, *, gguf_file: str | None, device: torch.device | str) -> PreTrainedModel:
     return load_policy(
         path,
         dtype=config.dtype,
         device=device,
         impl=config.attention,
-        recompute=config.recompute,
+        recompute=_recompute(config),
         compile=config.compile,
         gguf_file=gguf_file,
         rope_positions=config.rope_positions,

@@ -80,6 +80,10 @@ def _result_lines(summary: RunSummary, arrow: str) -> list[PageLine]:
         lines.append(_labelled("update tokens/s", rates))
     if summary.generated_tokens_per_s is not None:
         lines.append(_labelled("generate tokens/s", f"{summary.generated_tokens_per_s:,.0f}"))
+    if summary.memory_peak_gib is not None:
+        predicted = summary.memory_predicted_gib
+        beside = "" if predicted is None else f"  ({predicted:.2f} GiB predicted)"
+        lines.append(_labelled("memory, largest step", f"{summary.memory_peak_gib:.2f} GiB{beside}"))
     return lines
 
 

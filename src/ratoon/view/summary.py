@@ -73,6 +73,12 @@ class RunSummary:
     num_heldout_responses: int = 0
     """Denominator of both."""
 
+    memory_peak_gib: float | None = None
+    """Measured, of the step that took most; None where the machine does not tell."""
+
+    memory_predicted_gib: float | None = None
+    """For that step; None where the model's size is not known."""
+
     num_failures_by_cause: Mapping[str, int] = field(default_factory=dict[str, int])
     """Rewards of training steps that failed; without those that did not."""
 

@@ -1,0 +1,184 @@
+"""What of a recipe decides how much memory its steps take, and the estimate made from it."""
+
+# Shape letters: P prompt tokens, R response tokens, N responses.
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import ceil
+
+from ratoon.config.recipe import Recipe
+from ratoon.data import DataReport
+from ratoon.models import ModelPreview
+from ratoon.models.load import DTYPES
+from ratoon.models.outline import ModelOutline
+from ratoon.planner.memory import MemoryEstimate, estimate_memory
+from ratoon.planner.memory_sizes import GenerationSize, MicrobatchSize, RecomputeMode, Shards, WeightsInMemory
+from ratoon.rollout.engines.cache_budget import BLOCK_TOKENS, CacheLayout
+from ratoon.trainer import Update
+from ratoon.types.model_shape import ModelShape
+
+RowCounts = tuple[int, int]
+"""Rows and scored tokens of a microbatch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMemory:
+    """One rank's steps."""
+
+    shape: ModelShape
+    weights: WeightsInMemory
+    generation: GenerationSize
+    worst: MicrobatchSize
+    """The largest microbatch that the recipe allows and its data can fill. Its `recompute` is replaced."""
+
+    longest_sequence: int
+    """Tokens of the longest prompt and response: no microbatch has room for fewer rows."""
+
+    on_cuda: bool
+    shards: Shards
+
+    @classmethod
+    def of(
+        cls,
+        recipe: Recipe,
+        model: ModelPreview,
+        outline: ModelOutline,
+        data: DataReport,
+        *,
+        on_cuda: bool,
+        num_ranks: int = 1,
+    ) -> "RunMemory | None":
+        """None where the number of weights is not known without the folder's own code.
+
+        num_ranks: that the model is cut over.
+        """
+        if model.num_parameters is None or model.num_trained is None:
+            return None
+        lora = recipe.model.lora
+        has_second_model = recipe.algorithm.needs_reference and lora is None
+        return cls(
+            shape=model.shape,
+            weights=WeightsInMemory(
+                num_parameters=model.num_parameters + (0 if lora is None else model.num_trained),
+                num_trainable_parameters=model.num_trained,
+                dtype_bytes=DTYPES[recipe.model.dtype].itemsize,
+                num_reference_parameters=model.num_parameters if has_second_model else 0,
+            ),
+            generation=GenerationSize(
+                cache_tokens=_cache_tokens(recipe, model.shape, data),
+                num_concurrent=min(recipe.rollout.max_concurrent_responses, _most_open_responses(recipe, data)),
+            ),
+            worst=replace(
+                _worst_microbatch(recipe, data),
+                has_qk_norm=outline.has_qk_norm,
+                is_compiled=recipe.model.compile == "layers",
+                adapter_rank=0 if lora is None else lora.rank,
+            ),
+            longest_sequence=data.lengths.maximum + recipe.rollout.max_response_tokens,
+            on_cuda=on_cuda,
+            shards=Shards(num_shards=num_ranks),
+        )
+
+    def at_worst(self, recompute: RecomputeMode, *, max_rows: int | None = None) -> MemoryEstimate:
+        """Of a step whose largest microbatch is the worst one, or has `max_rows` at most."""
+        worst = self.worst
+        if max_rows is not None and max_rows < worst.num_rows:
+            worst = replace(
+                worst, num_rows=max_rows, num_scored=min(worst.num_scored, max_rows), is_only_one=False
+            )  # fmt: skip
+        return self._estimate(replace(worst, recompute=recompute))
+
+    def of_updates(self, updates: Iterable[Iterable[RowCounts]], recompute: RecomputeMode) -> MemoryEstimate | None:
+        """Of the step whose updates have these microbatches on this rank: where the most is taken. None without any."""
+        found = [
+            self._estimate(
+                replace(
+                    self.worst,
+                    num_rows=num_rows,
+                    num_scored=num_scored,
+                    recompute=recompute,
+                    is_only_one=len(microbatches) == 1,
+                )
+            )
+            for microbatches in map(list, updates)
+            for num_rows, num_scored in set(microbatches)
+            if num_scored
+        ]
+        return max(found, key=lambda estimate: estimate.update_bytes, default=None)
+
+    def with_weights(self, weights: WeightsInMemory, *, adapter_rank: int = 0) -> "RunMemory":
+        """The same steps of other weights."""
+        return replace(self, weights=weights, worst=replace(self.worst, adapter_rank=adapter_rank))
+
+    def with_cache(self, cache_tokens: int) -> "RunMemory":
+        return replace(self, generation=replace(self.generation, cache_tokens=cache_tokens))
+
+    def _estimate(self, microbatch: MicrobatchSize) -> MemoryEstimate:
+        return estimate_memory(
+            self.shape, self.weights, microbatch, self.generation, on_cuda=self.on_cuda, shards=self.shards
+        )
+
+
+def row_counts(update: Update, rank: int) -> list[RowCounts]:
+    """Of each of a rank's microbatches."""
+    return [
+        (
+            sum(update.groups[index].prompt.num_tokens for index, _ in parts) + num_scored,
+            num_scored,
+        )
+        for parts in update.plan.assignment[rank]
+        for num_scored in [sum(update.groups[index].response_lengths[i] for index, chosen in parts for i in chosen)]
+    ]
+
+
+def _worst_microbatch(recipe: Recipe, data: DataReport) -> MicrobatchSize:
+    """Rows and scored tokens; a warm start's demonstrations count as long as responses may be."""
+    P, R, N = data.lengths.maximum, recipe.rollout.max_response_tokens, recipe.rollout.group_size
+    groups_per_update = ceil(recipe.rollout.prompts_per_step / recipe.algorithm.num_minibatches)
+    copies = 1 if recipe.planner.share_prompts else N
+    rows, scored = groups_per_update * (copies * P + N * R), groups_per_update * N * R
+    if recipe.sft is not None:
+        rows = max(rows, recipe.sft.prompts_per_step * (P + R))
+        scored = max(scored, recipe.sft.prompts_per_step * R)
+    limit = recipe.planner.max_rows_per_microbatch
+    return MicrobatchSize(
+        num_rows=min(limit, rows), num_scored=min(limit, rows, scored), is_only_one=rows <= limit
+    )  # fmt: skip
+
+
+def _most_open_responses(recipe: Recipe, data: DataReport) -> int:
+    return max(recipe.rollout.responses_per_step, data.num_heldout * recipe.evaluation.group_size)
+
+
+def _cache_tokens(recipe: Recipe, shape: ModelShape, data: DataReport) -> int:
+    """Tokens of the rollout engine's cache, averaged over layers, once its longest prompts have come."""
+    rollout = recipe.rollout
+    layout = _cache_layout(shape)
+    if rollout.cache_tokens is not None:
+        num_blocks = layout.tokens_to_blocks(rollout.cache_tokens)
+    else:
+        together = min(rollout.group_size, rollout.max_concurrent_responses)
+        of_group = layout.blocks(data.lengths.maximum, rollout.max_response_tokens, together)
+        num_open = min(rollout.max_concurrent_responses, _most_open_responses(recipe, data))
+        num_blocks = ceil(of_group / together * num_open)
+    return layout.blocks_to_tokens(num_blocks)
+
+
+def _cache_layout(shape: ModelShape) -> CacheLayout:
+    """As continuous batching groups layers: groups of one kind, all as large as the largest common divisor."""
+    windows = shape.windows or (None,) * shape.num_layers
+    sliding = [window for window in windows if window is not None]
+    num_full = len(windows) - len(sliding)
+    per_group = _common_divisor(num_full, len(sliding))
+    return CacheLayout(
+        block_tokens=BLOCK_TOKENS,
+        num_full=num_full // per_group,
+        num_sliding=len(sliding) // per_group,
+        window=sliding[0] if sliding else None,
+    )
+
+
+def _common_divisor(left: int, right: int) -> int:
+    while right:
+        left, right = right, left % right
+    return left
