@@ -96,9 +96,9 @@ def test_the_sinks_gradient_is_summed_chunk_by_chunk():
         return multiply(x, y)
 
     tensors = (CASE.dout_THE, *_forward(CASE), CASE.sinks_H)
-    whole = autograd._gradient_of_sinks(*tensors)  # pyright: ignore[reportArgumentType]
+    whole = autograd.gradient_of_sinks(*tensors)  # pyright: ignore[reportArgumentType]
     with patch.object(autograd, "MAX_CHUNK_ELEMENTS", 3 * 4 * 4), patch.object(torch.Tensor, "__mul__", spy):
-        chunked = autograd._gradient_of_sinks(*tensors)  # pyright: ignore[reportArgumentType]
+        chunked = autograd.gradient_of_sinks(*tensors)  # pyright: ignore[reportArgumentType]
     assert seen == [3, 3, 3, 3, 3, 1], "16 rows, 3 at a time"
     assert_close([chunked], [whole], 1e-12)
 

@@ -4,7 +4,7 @@
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import ParamSpec, cast
 
@@ -55,11 +55,33 @@ def forest_attention(
     _check(q_THD, k_THD, v_THD, plan, sinks_H)
     # Positive, because kernels take the largest q.k before they scale.
     scale = _positive("softmax_scale", softmax_scale, "1/sqrt(head dim)") or 1 / math.sqrt(q_THD.shape[2])
-    softcap = _positive("softcap", softcap, "no cap")
+    scoring = Scoring(softmax_scale=scale, softcap=_positive("softcap", softcap, "no cap"))
+    with on_device_of(plan):
+        choice = choose_kernels(q_THD, v_THD, sinks_H, plan, scoring, deterministic=deterministic, impl=impl)
+        if choice.impl == "flex":
+            return _attend_by_flex(q_THD, k_THD, v_THD, sinks_H, plan, scoring, choice)
+        return attend(q_THD, k_THD, v_THD, sinks_H, plan, scoring, load_kernels(choice), deterministic=deterministic)
 
+
+def on_device_of(plan: AttentionPlan) -> AbstractContextManager[object]:
+    """Kernels are chosen for the current device and launched there, whatever their arguments' is."""
+    return torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext()
+
+
+def choose_kernels(
+    q_THD: Tensor,
+    v_THD: Tensor,
+    sinks_H: Tensor | None,
+    plan: AttentionPlan,
+    scoring: Scoring,
+    *,
+    deterministic: bool,
+    impl: str,
+) -> ImplChoice:
+    """What a call of `forest_attention` gets. Raises ValueError as `resolve_impl` does."""
     asked: dict[Feature, bool] = {
         "sliding window": plan.window is not None,
-        "softcap": softcap is not None,
+        "softcap": scoring.softcap is not None,
         "sinks": sinks_H is not None,
         "deterministic backward": deterministic,
     }
@@ -71,13 +93,14 @@ def forest_attention(
         features=frozenset(feature for feature, is_asked in asked.items() if is_asked),
         num_rows=plan.num_rows,
     )
-    scoring = Scoring(softmax_scale=scale, softcap=softcap)
-    # Kernels are chosen for the current device and launched there, whatever their arguments' is.
-    with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
-        choice = resolve_impl(request, impl)
-        if choice.impl == "flex":
-            return _attend_by_flex(q_THD, k_THD, v_THD, sinks_H, plan, scoring, choice)
-        return attend(q_THD, k_THD, v_THD, sinks_H, plan, scoring, _kernels(choice), deterministic=deterministic)
+    return resolve_impl(request, impl)
+
+
+def load_kernels(choice: ImplChoice) -> KernelPair:
+    """Imported at the first call that takes them: a kernel package may be absent, or slow to load."""
+    assert choice.impl != "flex", "FlexAttention brings its own graph"
+    forward, backward = (import_module(spec_named(name).home) for name in (choice.forward, choice.backward))
+    return KernelPair(forward.forward, backward.backward)
 
 
 def _attend_by_flex(
@@ -94,12 +117,6 @@ def _attend_by_flex(
     backend = "fa4" if choice.forward == "flex-fa4" else "triton"
     with without_autocast(plan.device):
         return flex_attention(q_THD, k_THD, v_THE, sinks_H, plan, scoring, backend=backend)
-
-
-def _kernels(choice: ImplChoice) -> KernelPair:
-    """Imported at the first call that takes them: a kernel package may be absent, or slow to load."""
-    forward, backward = (import_module(spec_named(name).home) for name in (choice.forward, choice.backward))
-    return KernelPair(forward.forward, backward.backward)
 
 
 def _positive(name: str, value: object, without: str) -> float | None:

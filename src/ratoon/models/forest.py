@@ -12,6 +12,7 @@ from ratoon.attention import AttentionPlan, AttentionRequest
 from ratoon.attention.transfer import to_device
 from ratoon.distributed import SequenceGroup
 from ratoon.layout import PackedLayout, pad_rows
+from ratoon.models.graph_attention import number_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class AttentionCall:
     request: AttentionRequest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
 class Forest:
     """The `forest` keyword of an attached model's forward pass: `model(forest.token_ids_1T, forest=forest)`."""
 
@@ -41,6 +42,9 @@ class Forest:
     positions_1T: Tensor
     """[1, T] int64. Logical positions: a response continues its prompt's."""
 
+    number: Tensor = field(init=False)
+    """Stands for the forest in compiled layers."""
+
     sequence_group: SequenceGroup | None = None
     """The ranks that hold the layout together, each a block of its rows; None: this one has them all."""
 
@@ -48,6 +52,15 @@ class Forest:
     """Where a list is given, each attention call is added to it."""
 
     _plans: dict[int | None, AttentionPlan] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", number_of(self))
+
+    @property
+    def fits_a_graph(self) -> bool:
+        """Whether compiled layers may take its attention as one node: FlexAttention brings graphs of its own, and an
+        exchange between ranks is no part of one."""
+        return self.sequence_group is None and not self.impl.startswith("flex")
 
     @classmethod
     def build(

@@ -12,6 +12,7 @@ from ratoon.attention.transfer import to_device
 from ratoon.distributed import idle_layout, is_sharded, run_in_root
 from ratoon.layout import PackedLayout
 from ratoon.models.forest import Forest
+from ratoon.models.graph_attention import held
 from ratoon.models.interface import attachment_of, head_of
 from ratoon.models.sequence_parallel import ScoredShare
 from ratoon.ops import linear_logprob, support_logprob
@@ -63,7 +64,7 @@ def score_forest(
     """`forward_logprobs` of a layout that is already on its device and has a scored token."""
     attachment = attachment_of(model)
     head = head_of(model)
-    hidden_TC = model.base_model(input_ids=forest.token_ids_1T, forest=forest, use_cache=False)[0][0]
+    hidden_TC = held(model.base_model(input_ids=forest.token_ids_1T, forest=forest, use_cache=False)[0][0], forest)
     layout, share, target_M = forest.layout, None, forest.layout.target_M
     if forest.sequence_group is None:
         predictor_row_M = to_device(layout.predictor_row_M, hidden_TC.device, torch.int64)

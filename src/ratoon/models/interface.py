@@ -2,6 +2,7 @@
 
 # Shape letters: T rows, H heads, D head dim.
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from ratoon.attention.request import Feature
 from ratoon.distributed import SequenceGroup
 from ratoon.distributed.ulysses import gather_heads, own_heads, scatter_heads
 from ratoon.models.forest import AttentionCall, Forest
+from ratoon.models.graph_attention import attend_in_graph
 
 IMPLEMENTATION = "ratoon"
 """Our name in transformers' tables of attention and mask functions."""
@@ -205,7 +207,6 @@ def _no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
         )
 
 
-@torch.compiler.disable(reason="its plan and its kernels are no graph's business")
 def attend_forest(
     module: nn.Module,
     query_1HTD: Tensor,
@@ -245,25 +246,46 @@ def attend_forest(
             f"a forest is one row of tokens without a cache, got queries of shape {list(query_1HTD.shape)} "
             f"and keys of shape {list(key_1HTD.shape)}"
         )
-    group = forest.sequence_group
     q_THD, k_THD, v_THD = (x_1HTD[0].transpose(0, 1) for x_1HTD in (query_1HTD, key_1HTD, value_1HTD))
+    if torch.compiler.is_compiling() and forest.fits_a_graph:
+        scale = 1 / math.sqrt(q_THD.shape[2]) if scaling is None else scaling
+        out_THD = attend_in_graph(
+            q_THD, k_THD, v_THD, s_aux, forest.number,
+            window=sliding_window, softmax_scale=scale, softcap=softcap,
+        )  # fmt: skip
+        return out_THD[None], None
+    out_THD = _attend(q_THD, k_THD, v_THD, s_aux, forest, sliding_window, scaling, softcap)
+    if forest.calls is not None:
+        forest.calls.append(_describe_call(module, query_1HTD, value_1HTD, sliding_window, softcap, s_aux))
+    return out_THD[None], None
+
+
+@torch.compiler.disable(reason="its plan and its kernels are no graph's business")
+def _attend(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    sinks_H: Tensor | None,
+    forest: Forest,
+    window: int | None,
+    softmax_scale: float | None,
+    softcap: float | None,
+) -> Tensor:
+    group = forest.sequence_group
     if group is not None:
         q_THD, k_THD, v_THD = scatter_heads(q_THD, k_THD, v_THD, group)
+        sinks_H = None if sinks_H is None else own_heads(sinks_H, group)
     out_THD = forest_attention(
         q_THD,
         k_THD,
         v_THD,
-        forest.plan_for(sliding_window),
-        softmax_scale=scaling,
+        forest.plan_for(window),
+        softmax_scale=softmax_scale,
         softcap=softcap,
-        sinks_H=s_aux if s_aux is None or group is None else own_heads(s_aux, group),
+        sinks_H=sinks_H,
         impl=forest.impl,
     )
-    if group is not None:
-        out_THD = gather_heads(out_THD, group)
-    if forest.calls is not None:
-        forest.calls.append(_describe_call(module, query_1HTD, value_1HTD, sliding_window, softcap, s_aux))
-    return out_THD[None], None
+    return out_THD if group is None else gather_heads(out_THD, group)
 
 
 def _describe_call(
