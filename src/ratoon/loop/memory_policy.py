@@ -115,7 +115,7 @@ def _ways_out(recipe: Recipe, memory: RunMemory, device: DeviceMemory) -> Iterat
 
     rows = most_rows(memory, device)
     if rows is not None:
-        yield f"planner.max_rows_per_microbatch = {rows:,}"
+        yield f"planner.max_rows_per_microbatch = {rows}"
     weights = memory.weights
     if recipe.model.dtype == "float32" and fits(memory.with_weights(replace(weights, dtype_bytes=2))):
         yield 'model.dtype = "bfloat16"'
@@ -132,7 +132,7 @@ def _ways_out(recipe: Recipe, memory: RunMemory, device: DeviceMemory) -> Iterat
     fewer = memory.generation.cache_tokens // 2
     while fewer >= memory.longest_sequence + _ROW_STEP:
         if fits(memory.with_cache(fewer)):
-            yield f"rollout.cache_tokens = {fewer:,}"
+            yield f"rollout.cache_tokens = {fewer}"
             break
         fewer //= 2
 

@@ -1,0 +1,209 @@
+"""What a run chooses to compute again, what it says where nothing fits, and what it measures."""
+
+# Shape letters: P prompt tokens, R response tokens, N responses.
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.loop.tiny_run import TinyRun
+
+from ratoon.config import load_recipe
+from ratoon.config.recipe import Recipe
+from ratoon.layout import pack_groups
+from ratoon.loop.device_memory import DeviceMemory
+from ratoon.loop.memory_policy import (
+    FASTEST_FIRST,
+    MemoryChoice,
+    choose_recompute,
+    fitting_mode,
+    most_rows,
+)
+from ratoon.loop.memory_watch import MemoryWatch, StepMemory
+from ratoon.loop.run_memory import RunMemory, row_counts
+from ratoon.loop.stages import plan_updates
+from ratoon.planner import CostModel
+from ratoon.planner.memory_sizes import WHOLE, GenerationSize, MicrobatchSize, RecomputeMode, WeightsInMemory
+from ratoon.types import ModelShape, Prompt, Response, RolloutGroup, UserError
+
+GIB = 1 << 30
+QWEN3_1_7B = ModelShape(
+    num_layers=28, hidden_size=2048, num_heads=16, num_kv_heads=8, head_dim=128, vocab_size=151_936,
+    intermediate_size=6144, tied_embeddings=True,
+)  # fmt: skip
+MEMORY = RunMemory(
+    shape=QWEN3_1_7B,
+    weights=WeightsInMemory(
+        num_parameters=1_720_574_976, num_trainable_parameters=1_720_574_976, dtype_bytes=2
+    ),
+    generation=GenerationSize(cache_tokens=100_000, num_concurrent=256),
+    worst=MicrobatchSize(num_rows=32_768, num_scored=30_000, has_qk_norm=True),
+    longest_sequence=4_096,
+    on_cuda=True,
+    shards=WHOLE,
+)  # fmt: skip
+
+
+def gpu(gib: float) -> DeviceMemory:
+    return DeviceMemory.of_total("cuda", int(gib * GIB))
+
+
+def recipe_with(tiny: TinyRun, *overrides: str) -> Recipe:
+    return load_recipe(tiny.recipe, overrides)
+
+
+def test_ever_smaller_gpus_compute_more_again_and_then_refuse(tiny: TinyRun):
+    recipe = recipe_with(tiny)
+    found = [fitting_mode(MEMORY, gpu(gib)) for gib in (400, 192, 141, 80, 40, 8)]
+    places = [len(FASTEST_FIRST) if mode is None else FASTEST_FIRST.index(mode) for mode in found]
+    assert places == sorted(places)
+    assert set(found) == {*FASTEST_FIRST, None}
+    choice = choose_recompute(recipe, MEMORY, gpu(400))
+    assert choice.recompute == "none"
+    assert choice.applied_to(recipe).model.recompute == "none"
+    assert "predicted peak" in choice.sentence and "GiB (backward)" in choice.sentence
+
+
+@given(
+    st.integers(1, 10**9), st.integers(1, 200_000), st.booleans(), st.sampled_from([2, 4]), st.floats(0.1, 300),
+    st.booleans(),
+)  # fmt: skip
+def test_what_auto_takes_fits_and_nothing_faster_does(
+    num_parameters: int, num_rows: int, is_compiled: bool, dtype_bytes: int, gib: float, on_cuda: bool
+):
+    memory = replace(
+        MEMORY,
+        weights=WeightsInMemory(
+            num_parameters=num_parameters, num_trainable_parameters=num_parameters, dtype_bytes=dtype_bytes
+        ),
+        worst=MicrobatchSize(num_rows=num_rows, num_scored=num_rows, is_compiled=is_compiled),
+        longest_sequence=min(100, num_rows),
+        on_cuda=on_cuda,
+    )
+    device = DeviceMemory.of_total("cuda" if on_cuda else "cpu", int(gib * GIB))
+    found = fitting_mode(memory, device)
+    for mode in FASTEST_FIRST:
+        fits = memory.at_worst(mode).peak_bytes <= device.usable_bytes
+        if mode == found:
+            assert fits
+            break
+        assert not fits
+    rows = most_rows(memory, device)
+    if rows is not None:
+        assert memory.at_worst("full", max_rows=rows).peak_bytes <= device.usable_bytes
+        assert memory.longest_sequence <= rows <= num_rows
+
+
+@pytest.mark.parametrize(("num_rows", "gib", "names"), [(32_768, 45, "cache"), (131_072, 60, "rows")])
+def test_a_run_that_cannot_fit_is_told_what_would(tiny: TinyRun, num_rows: int, gib: float, names: str):
+    """The values it names do fit."""
+    recipe, device = recipe_with(tiny), gpu(gib)
+    memory = replace(MEMORY, worst=replace(MEMORY.worst, num_rows=num_rows, num_scored=num_rows))
+    assert fitting_mode(memory, device) is None
+    with pytest.raises(UserError, match="one step needs") as refused:
+        choose_recompute(recipe, memory, device)
+    message = str(refused.value)
+    rows = re.search(r"planner\.max_rows_per_microbatch = (\d+)", message)
+    cache = re.search(r"rollout\.cache_tokens = (\d+)", message)
+    assert "adapters, [model.lora]" in message
+    assert (rows if names == "rows" else cache) is not None
+    if rows is not None:
+        fewer = memory.at_worst("full", max_rows=int(rows[1]))
+        assert fewer.peak_bytes <= device.usable_bytes
+    if cache is not None:
+        smaller = memory.with_cache(int(cache[1]))
+        assert fitting_mode(smaller, device) is not None
+    with pytest.raises(UserError, match="take a smaller model"):
+        choose_recompute(recipe, memory, gpu(3))
+
+
+def test_a_named_mode_is_obeyed_and_warned_of(tiny: TinyRun):
+    recipe = recipe_with(tiny, "--model.recompute=none")
+    choice = choose_recompute(recipe, MEMORY, gpu(40))
+    assert (choice.recompute, choice.is_automatic) == ("none", False)
+    assert choice.warning is not None and '"auto"' in choice.warning
+    assert choose_recompute(recipe, MEMORY, gpu(400)).warning is None
+
+
+def test_auto_needs_a_size_and_a_named_mode_does_not(tiny: TinyRun):
+    with pytest.raises(UserError, match='set it to "none"'):
+        choose_recompute(recipe_with(tiny), None, gpu(100))
+    choice = choose_recompute(recipe_with(tiny, "--model.recompute=full"), None, gpu(100))
+    assert choice.warning is None
+    assert "nothing is predicted" in choice.sentence
+
+
+def test_row_counts_are_those_of_the_packed_microbatches():
+    rng = np.random.default_rng(0)
+    groups = [
+        RolloutGroup(
+            Prompt(str(i), rng.integers(0, 9, 3 + i)), tuple(Response(rng.integers(0, 9, 2 + j)) for j in range(4))
+        )
+        for i in range(7)
+    ]
+    cost = CostModel.from_shape(QWEN3_1_7B, flops_per_s=1e12)
+    for update in plan_updates(groups, num_updates=2, num_ranks=2, max_rows_per_microbatch=40, cost=cost):
+        for rank in (0, 1):
+            layouts = [
+                pack_groups([update.groups[index].select(chosen) for index, chosen in parts])
+                for parts in update.plan.assignment[rank]
+            ]
+            assert row_counts(update, rank) == [(layout.num_rows, layout.num_scored) for layout in layouts]
+
+
+def test_a_step_is_predicted_by_its_largest_microbatch():
+    small, large = MEMORY.of_updates([[(100, 50)]], "none"), MEMORY.of_updates([[(100, 50), (9000, 8000)]], "none")
+    assert small is not None and large is not None
+    assert large.activations > small.activations
+    assert (small.kept_gradients, large.kept_gradients) == (0, large.gradients)
+    assert MEMORY.of_updates([[(0, 0)]], "none") is None
+
+
+def watch_of(memory: RunMemory | None, recompute: RecomputeMode = "none") -> MemoryWatch:
+    choice = MemoryChoice(
+        recompute=recompute, is_automatic=True, memory=memory, device=DeviceMemory.of_total("cpu", 100 * GIB)
+    )
+    return MemoryWatch(choice, torch.device("cpu"))
+
+
+def test_the_peak_of_a_phase_is_its_own(monkeypatch: pytest.MonkeyPatch):
+    """Rollout took more; the update is warned of by what it took itself."""
+    resident = {"VmRSS": GIB, "VmHWM": GIB}
+    monkeypatch.setattr("ratoon.loop.memory_watch._status_bytes", resident.get)
+    watch = watch_of(MEMORY)
+    watch.enter("generate")
+    resident["VmHWM"] = 500 * GIB
+    watch.enter("update")
+    resident["VmHWM"] = 3 * GIB
+    watch.enter("checkpoint")
+    resident["VmHWM"] = 900 * GIB
+    found = watch.of_step([[(100, 50)]])
+    assert found.peak_bytes == 499 * GIB
+    assert found.warning is None
+    watch.enter("update")
+    resident["VmHWM"] = 800 * GIB
+    again = watch.of_step([[(100, 50)]])
+    assert again.peak_bytes == 799 * GIB
+    assert again.warning is not None and "799.0 GiB" in again.warning
+    assert watch.of_step([]) == StepMemory(peak_bytes=None, predicted_bytes=None)
+    assert watch_of(None).of_step([[(5, 2)]]).predicted_bytes is None
+
+
+def test_a_run_says_its_choice_once_and_logs_both_numbers(tiny: TinyRun):
+    assert tiny.train("--trainer.num_steps=2").status == 0
+    log = (tiny.run_dir / "run.log").read_text()
+    assert log.count("memory: recompute none: predicted peak") == 1
+    rows: list[dict[str, Any]] = [
+        json.loads(line) for line in (tiny.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
+    steps = [row for row in rows if row["phase"] == "train"]
+    assert len(steps) == 2
+    assert all(row["memory_predicted_gib"] > 0 for row in steps)
+    assert all(row["memory_peak_gib"] is None or row["memory_peak_gib"] > 0 for row in steps)
+    assert 'recompute = "auto"' in (tiny.run_dir / "recipe.toml").read_text()
