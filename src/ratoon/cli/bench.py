@@ -37,7 +37,15 @@ _PLANNER_EXAMPLE = """\
 example:
   ratoon bench planner --ranks 8,64,1024 --results benchmarks/results/planner.jsonl
 """
+_SEQUENCE_PARALLEL_EXAMPLE = """\
+example:
+  torchrun --nproc-per-node 2 -m ratoon.cli.main bench sequence-parallel \\
+    --results benchmarks/results/sequence_parallel.jsonl
+
+One pack of 131,072 rows on each GPU by itself, and on all of them together; a tiny one where there is no GPU.
+"""
 _EXAMPLE = _POLICY_UPDATE_EXAMPLE + _ATTENTION_EXAMPLE.partition("\n")[2] + _PLANNER_EXAMPLE.partition("\n")[2]
+_EXAMPLE += _SEQUENCE_PARALLEL_EXAMPLE.partition("\n")[2]
 
 
 def register(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -45,7 +53,9 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser = add_command(
         commands, "bench", "measure a part against its peers in one process", example=_EXAMPLE, run=_policy_update
     )
-    benches = parser.add_subparsers(dest="bench", required=True, metavar="{policy-update,attention,planner}")
+    benches = parser.add_subparsers(
+        dest="bench", required=True, metavar="{policy-update,attention,planner,sequence-parallel}"
+    )
     update = add_command(
         benches,
         "policy-update",
@@ -83,7 +93,16 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
     planner.add_argument(
         "--max-rows", type=positive, default=32_768, metavar="T", help="rows of a microbatch; at least 26,000"
     )
-    for bench in (update, attention, planner):
+    sequence = add_command(
+        benches,
+        "sequence-parallel",
+        "time one long pack on one GPU and on several that hold it together, after comparing gradients",
+        example=_SEQUENCE_PARALLEL_EXAMPLE,
+        run=_sequence_parallel,
+    )
+    sequence.add_argument("--cases", type=_names, metavar="A,B", help="these cases, in place of the usual one")
+    sequence.add_argument("--steps", type=positive, default=3, help="timed steps of each way, the median counts")
+    for bench in (update, attention, planner, sequence):
         bench.add_argument("--results", type=Path, help="append rows to this .jsonl file")
 
 
@@ -182,6 +201,31 @@ def _planner(known: argparse.Namespace, _: Sequence[str]) -> int:
     return 0
 
 
+def _sequence_parallel(known: argparse.Namespace, _: Sequence[str]) -> int:
+    """Runs the benchmark on all ranks that torchrun started. Exits 1 where gradients differ."""
+    import torch
+
+    from ratoon.bench.rows import check_results
+    from ratoon.bench.sequence_parallel import bench_sequence_parallel
+    from ratoon.distributed import from_environment
+
+    ranks = from_environment("cuda" if torch.cuda.is_available() else "cpu", timeout_s=900)
+    try:
+        if ranks.is_main:
+            check_results(known.results)
+        outcome = bench_sequence_parallel(
+            ranks,
+            cases=known.cases,
+            num_steps=known.steps,
+            command=_command_line(f"torchrun --nproc-per-node {ranks.world_size} -m ratoon.cli.main"),
+            results=known.results,
+            say=_say,
+        )
+    finally:
+        ranks.close()
+    return 1 if outcome.failed else 0
+
+
 def _run_cases(
     known: argparse.Namespace,
     measure: "Callable[..., Outcome]",
@@ -231,8 +275,8 @@ def _counts(text: str) -> list[int]:
     return [positive(name) for name in _names(text)]
 
 
-def _command_line() -> str:
-    return shlex.join(["ratoon", *sys.argv[1:]])
+def _command_line(program: str = "ratoon") -> str:
+    return f"{program} {shlex.join(sys.argv[1:])}"
 
 
 def _model_name(known: argparse.Namespace) -> str:

@@ -268,13 +268,11 @@ class _GatherShares(torch.autograd.Function):
         sent = shares[0].new_zeros(len(shares), largest)
         for row, share in zip(sent, shares, strict=True):
             row[:num_own] = share
-        received = sent.new_empty(group.size * len(shares), largest)
-        _run(
-            group, "shares of log-probs", lambda: dist.all_gather_into_tensor(received, sent, group=group.process_group)
-        )
+        received = sent.new_empty(group.size, len(shares), largest)
+        _run(group, "shares of log-probs", lambda: dist.all_gather(list(received), sent, group=group.process_group))
         # A result that the loss does not use has the gradient None, and its terms are skipped.
         ctx.set_materialize_grads(False)
-        by_vector = received.unflatten(0, (group.size, len(shares))).transpose(0, 1).flatten(1, 2)
+        by_vector = received.transpose(0, 1).flatten(1, 2)
         return tuple(whole[:num_total].clone() for whole in by_vector)
 
     @staticmethod
