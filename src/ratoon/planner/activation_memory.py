@@ -4,8 +4,8 @@ Of transformers decoders of the Llama kind, byte by byte but for norms' reciproc
 and Qwen3, with and without adapters (`tests/planner/test_memory.py` asks autograd); Gemma's extra norms and biases are
 left out.
 
-Compiled layers keep less without recomputation: torch.compile computes norms and the MLP's activation function again,
-from what products leave, and never writes their float32 copies. That too is what autograd said, of Llama and Qwen3.
+Compiled layers keep less: torch.compile computes norms and the MLP's activation function again, from what products
+leave, and never writes their float32 copies. That too is what autograd said, of Llama and Qwen3.
 """
 
 # Shape letters: T rows, M scored tokens, H heads, D head dim, C channels, I width of the MLP, K experts per token.
@@ -66,7 +66,8 @@ def _kept_of_layer(shape: ModelShape, microbatch: MicrobatchSize, b: int) -> int
         case "selective":
             qk_inputs = _head_widths(shape) * b if microbatch.has_qk_norm else 0
             adapters = _ATTENTION_PARTS * microbatch.adapter_rank * b
-            return _attention_bytes(shape, b) + 4 * C * b + qk_inputs + adapters
+            residuals = (3 if _is_fused(shape, microbatch) else 4) * C * b
+            return _attention_bytes(shape, b) + residuals + qk_inputs + adapters
         case "full":
             return C * b
 
