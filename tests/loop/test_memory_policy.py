@@ -207,3 +207,10 @@ def test_a_run_says_its_choice_once_and_logs_both_numbers(tiny: TinyRun):
     assert all(row["memory_predicted_gib"] > 0 for row in steps)
     assert all(row["memory_peak_gib"] is None or row["memory_peak_gib"] > 0 for row in steps)
     assert 'recompute = "auto"' in (tiny.run_dir / "recipe.toml").read_text()
+
+
+def test_a_run_goes_on_with_another_mode(tiny: TinyRun):
+    """Results do not depend on it: who runs out of memory loses no step."""
+    assert tiny.train("--trainer.num_steps=1").status == 0
+    assert tiny.train("--trainer.num_steps=2", "--model.recompute=full").status == 0
+    assert "memory: recompute full (as the recipe says)" in (tiny.run_dir / "run.log").read_text()

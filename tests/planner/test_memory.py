@@ -279,7 +279,8 @@ def test_bytes_of_a_model_that_is_cut_over_ranks():
     part = -(-4 * num_parameters // 4)
     assert (cut.weights, cut.masters, cut.moments, cut.gradients) == (0, part, 2 * part, part)
     assert cut.gathered == 2 * (root + 2 * 500)
-    assert whole.gathered == 0
+    assert cut.sampling_copy == 2 * num_parameters
+    assert (whole.gathered, whole.sampling_copy) == (0, 0)
     assert cut.activations == whole.activations
     adapters = estimate(parameters=num_parameters, trainable=100, rank=2, shards=4)
     assert adapters.weights == -(-2 * (num_parameters - 100) // 4)

@@ -153,6 +153,7 @@ def _memory_lines(found: DryRun, memory: RunMemory) -> Iterator[str]:
         "float32 masters" if memory.shards.num_shards == 1 else "float32 weights, a part": estimate.masters,
         "Adam's moments": estimate.moments,
         "key/value cache of the rollout": estimate.cache,
+        "whole copy to sample from": estimate.sampling_copy,
         "weights gathered for a layer": estimate.gathered,
         "gradients": estimate.gradients,
         "activations of the largest microbatch": estimate.activations,

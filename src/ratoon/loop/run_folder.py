@@ -27,6 +27,7 @@ _MAY_CHANGE = (
     "trainer.checkpoint_every_steps",
     "trainer.keep_checkpoints",
     "trainer.device",
+    "model.recompute",
     "rollout.timeout_s",
     "reward.timeout_s",
     "reward.num_workers",

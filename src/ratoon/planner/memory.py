@@ -11,7 +11,8 @@ What the formulas count:
   32-bit ones are added one by one.
 - Activations and a layer's backward: `activation_memory`. Log-prob tiles: `head_memory`.
 - A model cut over ranks (`Shards`): parts of float32 weights, moments and gradients; gathered in the model's dtype, the
-  root (embedding, last norm, head) and the layers at work, with the gradient that a layer has before it is summed.
+  root (embedding, last norm, head) and the layers at work, with the gradient that a layer has before it is summed; and
+  in that dtype a whole copy to sample from.
 - Not counted: the interpreter and libraries (0.5 to 1 GB of host memory, about 0.5 GB on a GPU), what the memory
   allocator cannot reuse, host copies while a checkpoint is read or written.
 
@@ -51,6 +52,9 @@ class MemoryEstimate:
     cache: int
     """Keys and values of the rollout engine."""
 
+    sampling_copy: int
+    """The whole model once more, to sample from; 0 where the model is not cut."""
+
     gathered: int
     """Weights of other ranks, while layers run; 0 where the model is not cut."""
 
@@ -75,15 +79,17 @@ class MemoryEstimate:
     @property
     def held(self) -> int:
         """All the time, from the first update on."""
-        return self.weights + self.reference + self.masters + self.moments + self.cache
+        return self.weights + self.reference + self.masters + self.moments + self.cache + self.sampling_copy
 
     @property
     def by_phase(self) -> Mapping[str, int]:
         """Highest bytes of each phase of a step, what is held included."""
-        running = self.held + self.gathered
         return {
-            "generate": running + self.generation_scratch,
-            "backward": running + self.kept_gradients + max(self.activations + self.scratch, self.late),
+            "generate": self.held + self.generation_scratch,
+            "backward": self.held
+            + self.gathered
+            + self.kept_gradients
+            + max(self.activations + self.scratch, self.late),
             "optimizer": self.held + self.gradients + self.optimizer_scratch,
         }
 
@@ -127,6 +133,7 @@ def estimate_memory(
         masters=summed if is_cut or b < 4 else 0,
         moments=2 * summed,
         cache=generation.cache_tokens * cache_token_bytes(shape, b),
+        sampling_copy=b * weights.num_parameters if is_cut else 0,
         gathered=_gathered_bytes(shape, weights, shards) if is_cut else 0,
         gradients=summed,
         kept_gradients=0 if microbatch.is_only_one else summed,
@@ -134,7 +141,8 @@ def estimate_memory(
         scratch=_scratch_bytes(shape, weights, microbatch, shards, on_cuda=on_cuda),
         late=_late_bytes(shape, weights, microbatch, shards, on_cuda=on_cuda),
         # On a GPU AdamW handles all weights at once and needs the square roots of the second moments.
-        optimizer_scratch=summed if on_cuda else 0,
+        # The fused implementation, which cut weights take, does not.
+        optimizer_scratch=summed if on_cuda and not is_cut else 0,
         generation_scratch=_SAMPLING_BYTES * shape.vocab_size * generation.num_concurrent,
     )
 
