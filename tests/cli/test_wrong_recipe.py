@@ -229,11 +229,11 @@ def test_cuda_is_refused_where_there_is_none(refused: Callable[..., str], monkey
     assert 'trainer.device = "cuda"' in refused("--trainer.device=cuda")
 
 
-@pytest.mark.parametrize("world_size", ["2", "many"])
-def test_several_processes_are_refused(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, world_size: str):
-    monkeypatch.setenv("WORLD_SIZE", world_size)
+def test_half_a_launcher_is_refused(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch):
+    """Variables that a scheduler left, or that somebody has set by hand."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
     message = refused()
-    assert f"WORLD_SIZE is '{world_size}'" in message
+    assert "RANK, MASTER_ADDR, MASTER_PORT are missing beside WORLD_SIZE" in message
     assert "torchrun" in message
 
 

@@ -123,6 +123,17 @@ def test_a_run_that_cannot_fit_is_told_what_would(tiny: TinyRun, num_rows: int, 
         choose_recompute(recipe, memory, gpu(3))
 
 
+def test_offloading_is_for_a_gpu(tiny: TinyRun):
+    recipe = recipe_with(tiny, "--trainer.offload_optimizer=true")
+    with pytest.raises(UserError, match="trains on the CPU"):
+        choose_recompute(recipe, MEMORY, DeviceMemory.of_total("cpu", 500 * GIB))
+    offloaded = replace(MEMORY, weights=replace(MEMORY.weights, is_optimizer_on_host=True))
+    assert fitting_mode(offloaded, gpu(50)) is not None
+    assert fitting_mode(MEMORY, gpu(50)) is None
+    with pytest.raises(UserError, match=r"trainer\.offload_optimizer = true"):
+        choose_recompute(recipe_with(tiny), MEMORY, gpu(50))
+
+
 def test_a_named_mode_is_obeyed_and_warned_of(tiny: TinyRun):
     recipe = recipe_with(tiny, "--model.recompute=none")
     choice = choose_recompute(recipe, MEMORY, gpu(40))

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.loop.tiny_run import SCORES_PER_STEP, WORDS, TinyRun, metrics_rows, rollouts, snapshot, traces
 
+from ratoon.config.loading import load_recipe
 from ratoon.loop import synchronous
+from ratoon.models import build_policy
 from ratoon.rollout.engines.transformers import TransformersEngine
 
 
@@ -312,14 +315,14 @@ def test_failing_reward_in_an_evaluation_loses_no_step_and_the_evaluation_is_mad
 
 
 def test_failing_reward_is_the_cause_though_nothing_can_be_saved(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch):
-    save_checkpoint = synchronous.save_checkpoint
+    save_shared_checkpoint = synchronous.save_shared_checkpoint
 
     def save(folder: Path, step: int, **parts: Any) -> Path:
         if step == 3:
             raise OSError("the disk is on fire")
-        return save_checkpoint(folder, step, **parts)
+        return save_shared_checkpoint(folder, step, **parts)
 
-    monkeypatch.setattr(synchronous, "save_checkpoint", save)
+    monkeypatch.setattr(synchronous, "save_shared_checkpoint", save)
     tiny.trigger(after_scores=3 + 3 * SCORES_PER_STEP + 1, action="raise")
     failed = tiny.train("--trainer.checkpoint_every_steps=50")
     assert failed.status == 2
@@ -521,3 +524,15 @@ def test_the_installed_command_trains_in_a_process_of_its_own(tiny: TinyRun):
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, "")
         assert words in done.stdout
+
+
+def test_the_first_update_begins_from_the_warm_start_in_16_bits_too(tiny: TinyRun):
+    """Masters that were made before the warm start would undo it."""
+    arguments = ("--model.dtype=bfloat16", "--trainer.num_steps=1", "--trainer.learning_rate=1e-12")
+    assert tiny.train(*arguments, "--trainer.checkpoint_every_steps=1").status == 0
+    before, after = (
+        load_file(tiny.run_dir / "checkpoints" / name / "model.safetensors") for name in ("step-000000", "step-000001")
+    )
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    fresh = build_policy(load_recipe(tiny.run_dir / "recipe.toml").model, seed=0).state_dict()
+    assert any(not torch.equal(fresh[name], value) for name, value in before.items()), "the warm start did nothing"

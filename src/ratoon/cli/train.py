@@ -2,13 +2,17 @@
 
 import argparse
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ratoon.cli.command import Commands, add_command
 from ratoon.cli.complaint import complain
+from ratoon.cli.launch import is_a_rank, is_first_of_host, num_ranks, run_ranks
 from ratoon.cli.recipe_file import read_recipe
+from ratoon.config.recipe import Recipe
 from ratoon.loop.origin import folder_of_files
+from ratoon.types.errors import UserError
 
 _EXAMPLE = """\
 example:
@@ -17,7 +21,14 @@ example:
 
 The same command again resumes the run. Any key of the recipe can be set as --section.key=value; docs/recipes.md
 lists them. The run is written to runs/NAME (run.output_dir and run.name).
+
+All GPUs of this host train together, unless CUDA_VISIBLE_DEVICES or trainer.num_processes says otherwise. On several
+hosts: torchrun ... -m ratoon.cli.main train RECIPE.toml, with run.output_dir in a folder that all of them share.
 """
+
+
+EXIT_WRONG = 2
+"""Something the user must change."""
 
 
 def register(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -35,8 +46,22 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
 
 
 def _run(known: argparse.Namespace, overrides: Sequence[str]) -> int:
-    recipe = read_recipe(known.recipe, overrides)
+    try:
+        recipe = read_recipe(known.recipe, overrides)
+    except UserError:
+        if is_first_of_host():
+            raise
+        return EXIT_WRONG
+    if not is_a_rank() and (count := num_ranks(recipe.trainer)) > 1:
+        fresh = ["--fresh"] if known.fresh else []
+        command = ["train", str(known.recipe), *fresh, *overrides]
+        return run_ranks([sys.executable, "-m", "ratoon.cli.main", *command], count)
+    return _train(known, overrides, recipe)
+
+
+def _train(known: argparse.Namespace, overrides: Sequence[str], recipe: Recipe) -> int:
     # After the recipe is known to be good: this import takes seconds.
+    from ratoon.distributed import OtherRankError
     from ratoon.loop.run import RunFailedError, train
 
     command = shlex.join(["ratoon", "train", str(known.recipe), *overrides])
@@ -45,3 +70,5 @@ def _run(known: argparse.Namespace, overrides: Sequence[str]) -> int:
     except RunFailedError as error:
         complain("train", error)
         return 1
+    except OtherRankError as error:  # which has complained
+        return EXIT_WRONG if error.is_users else 1

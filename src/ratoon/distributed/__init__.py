@@ -4,7 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ratoon.distributed.agreement import OtherRankError, on_each, on_each_awaited, on_main, on_main_awaited
+    from ratoon.distributed.agreement import (
+        OtherRankError,
+        on_each,
+        on_each_awaited,
+        on_each_kept,
+        on_main,
+        on_main_awaited,
+    )
     from ratoon.distributed.data_parallel import CollectiveError, DataParallel
     from ratoon.distributed.launch import from_environment, single_process
     from ratoon.distributed.sharded import (
@@ -34,6 +41,7 @@ _HOMES = {
     "load_sharded": "sharded_checkpoint",
     "on_each": "agreement",
     "on_each_awaited": "agreement",
+    "on_each_kept": "agreement",
     "on_main": "agreement",
     "on_main_awaited": "agreement",
     "ranks_mesh": "ulysses",
@@ -60,6 +68,7 @@ __all__ = [
     "load_sharded",
     "on_each",
     "on_each_awaited",
+    "on_each_kept",
     "on_main",
     "on_main_awaited",
     "ranks_mesh",

@@ -63,6 +63,13 @@ async def on_each_awaited(ranks: DataParallel, what: str, work: Awaitable[Result
     return _settled(ranks, ranks.all_gather(what, attempt.report), attempt)
 
 
+def on_each_kept(ranks: DataParallel, what: str, work: Callable[[], Result]) -> Result:
+    """`on_each` for what cannot be sent: every rank keeps its own."""
+    kept: list[Result] = []
+    on_each(ranks, what, lambda: kept.append(work()))
+    return kept[0]
+
+
 def on_main(ranks: DataParallel, what: str, work: Callable[[], Result]) -> Result:
     """Rank 0 works; every rank returns what came of it. Failures as in `on_each`."""
     if ranks.world_size == 1:

@@ -173,11 +173,21 @@ class DataParallel:
         try:
             collective()
         except RuntimeError as error:
-            limit = f"{self.timeout_s if limit_s is None else limit_s:g} s"
-            raise CollectiveError(
-                f"rank {self.rank} of {self.world_size}: {what} failed (limit {limit}): {error}; "
-                "another rank died or hangs, so look at the first error in the other ranks' logs"
-            ) from error
+            raise self._error(what, error, self.timeout_s if limit_s is None else limit_s) from error
+
+    def _error(self, what: str, error: RuntimeError, limit_s: float) -> CollectiveError:
+        return CollectiveError(
+            f"rank {self.rank} of {self.world_size}: {what} failed (limit {limit_s:g} s): {error}; "
+            "another rank died or hangs, so look at the first error in the other ranks' logs"
+        )
+
+    def named(self, error: BaseException) -> BaseException:
+        """The error under a name that says what happened, where it came of a collective that torch ran by itself: in
+        the passes of a sharded model, or in a checkpoint."""
+        is_torchs = isinstance(error, dist.DistError) or "/gloo/" in str(error)
+        if self.world_size == 1 or isinstance(error, CollectiveError) or not isinstance(error, RuntimeError):
+            return error
+        return self._error("an exchange of weights or gradients", error, self.timeout_s) if is_torchs else error
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:

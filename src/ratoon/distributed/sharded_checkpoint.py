@@ -1,12 +1,15 @@
 """Weights and optimizer state in one folder, written by every rank, read by any number of ranks."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -34,14 +37,20 @@ def save_sharded(
     """Every rank writes its parts of weights, persistent buffers and optimizer state to `folder`.
 
     A folder that all ranks see. All ranks must call it together; it returns once the files of all are on disk. It is
-    not atomic: write to another name, then rename. Settings of the optimizer (rates) are not in it.
+    not atomic: write to another name, then rename. Settings of the optimizer (rates) are not in it. Where a rank cannot
+    write, every rank raises what the first of them failed with.
     masters: written instead of the parameters they stand for.
     process_group: for the ranks' agreement; None is the default group.
     """
     reshard(model)
     trained = _trained(model, masters)
     state = {**_weights(model, trained), **_optimizer_tensors(trained, optimizer)}
-    save(state, checkpoint_id=folder, process_group=process_group, no_dist=not dist.is_initialized())
+    try:
+        with _alone_is_meant():
+            save(state, checkpoint_id=folder, process_group=process_group, no_dist=not dist.is_initialized())
+    except CheckpointException as error:  # no Exception, and a page of tracebacks
+        failures = [failure for failure, _ in error.failures.values()]
+        raise failures[0] from error
 
 
 def load_sharded(
@@ -69,13 +78,21 @@ def load_sharded(
     weights = _weights(model, trained)
     _check_same_model(weights, saved, folder)
     moments = _empty_moments(trained, optimizer, saved)
-    load(
-        {**weights, **moments},
-        storage_reader=reader,
-        process_group=process_group,
-        no_dist=not dist.is_initialized(),
-    )
+    with _alone_is_meant():
+        load(
+            {**weights, **moments},
+            storage_reader=reader,
+            process_group=process_group,
+            no_dist=not dist.is_initialized(),
+        )
     _give_state(trained, optimizer, moments)
+
+
+@contextmanager
+def _alone_is_meant() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _trained(model: nn.Module, masters: Masters | None) -> dict[str, Tensor]:

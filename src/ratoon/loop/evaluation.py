@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ratoon.config.evaluation import EvaluationConfig
+from ratoon.distributed import DataParallel
 from ratoon.loop.repeats import tell_apart
 from ratoon.loop.stages import generate_groups
 from ratoon.metrics.rows import MetricValue
@@ -105,13 +106,22 @@ class Answers:
 
 
 async def answer(
-    engine: RolloutEngine, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, score: ScoreFn
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    *,
+    group_size: int,
+    sampling: SamplingParams,
+    score: ScoreFn,
+    ranks: DataParallel | None = None,
 ) -> Answers:
     """Answers and scores every prompt.
 
     The draws depend on `sampling.seed` and the prompts' ids alone, so that two evaluations differ by the policy alone.
+    ranks: share the answering; they call it together.
     """
-    generated = await generate_groups(engine, tell_apart(prompts), group_size=group_size, sampling=sampling, step=0)
+    generated = await generate_groups(
+        engine, tell_apart(prompts), group_size=group_size, sampling=sampling, step=0, ranks=ranks
+    )
     scored = await score([group for group in generated if group.group_size])
     return Answers(
         num_responses_asked=len(prompts) * group_size,
@@ -127,15 +137,22 @@ async def evaluate(
     config: EvaluationConfig,
     training: SamplingParams,
     score: ScoreFn,
+    ranks: DataParallel | None = None,
 ) -> Evaluation | None:
     """Answers, scores and measures `prompts`; None where there are none.
 
     training: how the run itself samples, for what `config` leaves open; its seed fixes the draws.
+    ranks: as for `answer`.
     """
     if not prompts:
         return None
     answers = await answer(
-        engine, prompts, group_size=config.group_size, sampling=config.sampling_params(training), score=score
+        engine,
+        prompts,
+        group_size=config.group_size,
+        sampling=config.sampling_params(training),
+        score=score,
+        ranks=ranks,
     )
     return measure(answers, group_size=config.group_size, pass_threshold=config.pass_threshold)
 

@@ -34,7 +34,9 @@ class Inputs:
 
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSplit
-    rewards: RewardPool
+    rewards: RewardPool | None
+    """None in a process that does not score."""
+
     demonstrations: Mapping[str | int, str]
     """By prompt id, what the supervised warm start imitates; empty without that stage."""
 
@@ -45,7 +47,8 @@ class Inputs:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.rewards.close()
+        if self.rewards is not None:
+            self.rewards.close()
 
     @property
     def eos_token_id(self) -> int:
@@ -63,14 +66,15 @@ class Inputs:
         )
 
 
-def load_inputs(recipe: Recipe, recipe_dir: Path) -> Inputs:
+def load_inputs(recipe: Recipe, recipe_dir: Path, *, scores: bool = True) -> Inputs:
     """Reads tokenizer, prompts and reward functions, whose workers live until the result is closed.
 
+    scores: False leaves the reward functions out.
     Files the recipe names are relative to `recipe_dir`. Raises UserError for whatever is wrong in them, and for prompts
     that the limits leave no room for.
     """
     # First, so that the workers start while the data is read.
-    rewards = RewardPool(recipe.reward, base_dir=recipe_dir, max_response_tokens=recipe.rollout.max_response_tokens)
+    rewards = _reward_pool(recipe, recipe_dir) if scores else None
     try:
         preview = preview_model(recipe.model)  # before its tokenizer, which would take the blame for a bad config.json
         tokenizer = load_recipe_tokenizer(recipe)
@@ -78,7 +82,8 @@ def load_inputs(recipe: Recipe, recipe_dir: Path) -> Inputs:
         prompts = load_prompts(recipe.data, tokenizer, base_dir=recipe_dir)
         check_token_ids((*prompts.train, *prompts.heldout), preview.shape.vocab_size)
         _check_room(recipe, prompts)
-        rewards.check((*prompts.train, *prompts.heldout), prompts.columns)
+        if rewards is not None:
+            rewards.check((*prompts.train, *prompts.heldout), prompts.columns)
         texts: tuple[str, ...] = ()
         if recipe.sft is not None:
             texts = demonstrations_of(recipe.sft.demonstrations, prompts.train, base_dir=recipe_dir)
@@ -92,9 +97,14 @@ def load_inputs(recipe: Recipe, recipe_dir: Path) -> Inputs:
         if recipe.sft is not None:  # every text can be written, or the warm start would fail midway
             inputs.supervised(prompts.train)
     except BaseException:
-        rewards.close()
+        if rewards is not None:
+            rewards.close()
         raise
     return inputs
+
+
+def _reward_pool(recipe: Recipe, recipe_dir: Path) -> RewardPool:
+    return RewardPool(recipe.reward, base_dir=recipe_dir, max_response_tokens=recipe.rollout.max_response_tokens)
 
 
 def load_model(

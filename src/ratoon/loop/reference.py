@@ -10,6 +10,7 @@ from ratoon.config.recipe import Recipe
 from ratoon.loop.run_folder import RunFolder
 from ratoon.models import build_policy
 from ratoon.models.base_model import fingerprint_of
+from ratoon.models.sharding import shard_policy
 from ratoon.trainer.adapter_reference import adapters_off_reference, saved_adapters_reference
 from ratoon.trainer.checkpoint import find_damage, write_manifest
 from ratoon.trainer.durable_files import PARTIAL_PREFIX, fsync_folder, fsync_tree, replace_file
@@ -43,13 +44,15 @@ def keep_reference(
 
 
 def build_reference(
-    recipe: Recipe, policy: PreTrainedModel, folder: RunFolder, *, device: torch.device
+    recipe: Recipe, policy: PreTrainedModel, folder: RunFolder, *, device: torch.device, is_sharded: bool = False
 ) -> ReferenceScore | None:
     """The reference's scores; None where the recipe has no KL penalty.
 
     With adapters: the policy with its adapters off, or after a warm start with those that `keep_reference` wrote.
     Otherwise a second model, frozen: the one that the recipe names, or after a warm start the one that `keep_reference`
-    wrote. Raises UserError where that is gone or damaged.
+    wrote. is_sharded: it is cut over the ranks, as the policy is.
+
+    Raises UserError where that model is gone or damaged.
     """
     if not recipe.algorithm.needs_reference:
         return None
@@ -63,6 +66,8 @@ def build_reference(
     model = build_policy(config, seed=recipe.run.seed, device=device, checkpoint=checkpoint)
     if _is_named(recipe):
         _check_fingerprint(recipe, model, folder)
+    if is_sharded:
+        shard_policy(model.requires_grad_(False))
     return frozen_reference(model, temperature)
 
 

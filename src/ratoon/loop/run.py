@@ -14,13 +14,14 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from ratoon.config.recipe import Recipe
-from ratoon.distributed import single_process
+from ratoon.distributed import DataParallel, OtherRankError, on_each_kept, on_main
 from ratoon.loop.device_memory import DeviceMemory
 from ratoon.loop.inputs import Inputs, check_attention, load_inputs, load_model, resolve_device
 from ratoon.loop.memory_policy import MemoryChoice, choose_recompute
 from ratoon.loop.memory_watch import MemoryWatch
+from ratoon.loop.ranks import cuts_model, joined, open_shared_run_folder, run_view
 from ratoon.loop.reference import build_reference, keep_reference
-from ratoon.loop.run_folder import RunFolder, open_run_folder
+from ratoon.loop.run_folder import RunFolder
 from ratoon.loop.run_memory import RunMemory
 from ratoon.loop.stop_rules import EXIT_STOPPED
 from ratoon.loop.synchronous import SynchronousRun
@@ -29,6 +30,7 @@ from ratoon.metrics.rows import MetricValue
 from ratoon.metrics.sinks import Sinks, check_sinks
 from ratoon.models import attention_choices, describe_adapters, preview_model
 from ratoon.models.outline import outline_model
+from ratoon.models.sharding import sampling_copy, shard_policy
 from ratoon.rewards.messages import Cause
 from ratoon.rollout import RolloutEngine, build_engine
 from ratoon.trainer.best_checkpoint import best_step
@@ -48,61 +50,121 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
     Raises UserError for what the user must change, before a model loads wherever that can be known.
     Any other failure ends the run with its cause named; its traceback stands in run.log.
     """
-    if (world_size := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise UserError(
-            f"`ratoon train` runs in one process so far, but WORLD_SIZE is {world_size!r}; start it without torchrun"
-        )
     started = time.monotonic()
     disable_progress_bar()  # transformers would draw one over ours for every checkpoint
-    device = resolve_device(recipe.trainer.device)
+    with joined(recipe) as ranks:
+        loaded = on_each_kept(ranks, "inputs of a run", lambda: _checked_inputs(recipe, recipe_dir, ranks))
+        with (
+            loaded as inputs,
+            open_shared_run_folder(recipe, ranks, fresh=fresh) as folder,
+            _failures_named(folder, ranks) as log,
+            run_view(recipe, ranks, log) as view,
+            _metrics_log(recipe, folder, view, ranks) as metrics,
+        ):
+
+            def begin() -> tuple[Path | None, bool]:
+                checkpoint = _checkpoint_to_go_on_from(recipe_dir, inputs, folder, view, metrics)
+                return checkpoint, _is_complete(recipe, inputs, checkpoint, metrics)
+
+            checkpoint, is_complete = on_main(ranks, "state of the run", begin)
+            if is_complete:
+                view.say(_complete_message(recipe, folder, checkpoint))
+                return 0
+            on_main(ranks, "recipe of the run", lambda: folder.store_recipe(recipe))
+            _say_what_it_begins_with(view, folder, inputs)
+            run = _load_run(recipe, inputs, checkpoint, folder=folder, metrics=metrics, view=view, ranks=ranks)
+            with _stop_on_signals(run, view.warn) as received:
+                asyncio.run(_begin_or_resume(run, checkpoint))
+            number = int(ranks.all_reduce_maxima({"signal": float(received[0] if received else 0)})["signal"])
+
+            def end() -> int:
+                view.finish(_summary(run, folder, metrics, command=command, started=started))
+                return _exit_status(run, metrics, number)
+
+            return on_main(ranks, "end of the run", end)
+
+
+def _checked_inputs(recipe: Recipe, recipe_dir: Path, ranks: DataParallel) -> Inputs:
     check_attention(recipe.model.attention)
     check_sinks(recipe.logging)
-    with (
-        load_inputs(recipe, recipe_dir) as inputs,
-        open_run_folder(recipe, fresh=fresh) as folder,
-        _failures_named(folder) as log,
-        RunView(recipe.run.name, log=log) as view,
-        MetricsLog(folder.metrics, warn=view.warn, sinks=_sinks(recipe, folder, view)) as metrics,
-    ):
-        folder.store_origin(recipe_dir)
-        inputs.rewards.show_output(folder.rewards_log)
-        clean_leftovers(folder.checkpoints)
-        checkpoint = latest_checkpoint(folder.checkpoints, warn=view.warn)
-        if checkpoint is None and metrics.find("train") is not None:
-            raise UserError(
-                f"run folder {folder.named} records steps, but {folder.shown(folder.checkpoints)} holds no "
-                "checkpoint to go on from; put one back, or start anew with --fresh (the old run is set aside)"
-            )
-        if _is_complete(recipe, inputs, checkpoint, metrics):
-            view.say(_complete_message(recipe, folder, checkpoint))
-            return 0
-        folder.store_recipe(recipe)
-        _say_what_it_begins_with(view, folder, inputs)
-        choice = _choose_recompute(recipe, inputs, device)
-        view.say(choice.sentence)
-        if choice.warning is not None:
-            view.warn(choice.warning)
-        recipe, memory = choice.applied_to(recipe), MemoryWatch(choice, device)
-        view.phase("load model")
-        model = load_model(recipe, inputs.tokenizer, checkpoint=checkpoint, device=device)
-        if recipe.model.lora is not None:
-            view.say(describe_adapters(model))
-        for line in attention_choices(model):
-            view.say(f"attention: {line}")
-        engine = build_engine(recipe.rollout, model, inputs.tokenizer, device)
-        run = SynchronousRun(
-            recipe, inputs, model, engine,
-            folder=folder, metrics=metrics, view=view, data_parallel=single_process(), memory=memory,
-        )  # fmt: skip
-        with _stop_on_signals(run, view.warn) as received:
-            asyncio.run(_begin_or_resume(run, checkpoint))
-        view.finish(_summary(run, folder, metrics, command=command, started=started))
-        if _is_complete(recipe, inputs, run.newest_checkpoint, metrics):
-            return 0
-        if run.stop_reason is not None and not received:
-            return EXIT_STOPPED
-        assert received, "a run that nobody stopped is complete"
-        return 128 + received[0]
+    return load_inputs(recipe, recipe_dir, scores=ranks.is_main)
+
+
+def _metrics_log(recipe: Recipe, folder: RunFolder, view: RunView, ranks: DataParallel) -> MetricsLog:
+    if not ranks.is_main:
+        return MetricsLog(None)
+    return MetricsLog(folder.metrics, warn=view.warn, sinks=_sinks(recipe, folder, view))
+
+
+def _checkpoint_to_go_on_from(
+    recipe_dir: Path, inputs: Inputs, folder: RunFolder, view: RunView, metrics: MetricsLog
+) -> Path | None:
+    """On rank 0, which also makes the folder ready to be written."""
+    folder.store_origin(recipe_dir)
+    assert inputs.rewards is not None, "rank 0 scores"
+    inputs.rewards.show_output(folder.rewards_log)
+    clean_leftovers(folder.checkpoints)
+    checkpoint = latest_checkpoint(folder.checkpoints, warn=view.warn)
+    if checkpoint is None and metrics.find("train") is not None:
+        raise UserError(
+            f"run folder {folder.named} records steps, but {folder.shown(folder.checkpoints)} holds no "
+            "checkpoint to go on from; put one back, or start anew with --fresh (the old run is set aside)"
+        )
+    return checkpoint
+
+
+def _load_run(
+    recipe: Recipe,
+    inputs: Inputs,
+    checkpoint: Path | None,
+    *,
+    folder: RunFolder,
+    metrics: MetricsLog,
+    view: RunView,
+    ranks: DataParallel,
+) -> SynchronousRun:
+    """The run with its model and engine, before its first step."""
+    device = resolve_device(recipe.trainer.device)
+    choice = on_main(ranks, "choice by memory", lambda: _choose_recompute(recipe, inputs, device, ranks))
+    view.say(choice.sentence)
+    if choice.warning is not None:
+        view.warn(choice.warning)
+    recipe, memory = choice.applied_to(recipe), MemoryWatch(choice, device)
+    view.phase("load model")
+    model = on_each_kept(
+        ranks,
+        "loading of the model",
+        lambda: load_model(recipe, inputs.tokenizer, checkpoint=checkpoint, device=device),
+    )
+    if recipe.model.lora is not None:
+        view.say(describe_adapters(model))
+    for line in attention_choices(model):
+        view.say(f"attention: {line}")
+    sampled = sampling_copy(model) if cuts_model(recipe, ranks) else model
+    engine = build_engine(recipe.rollout, sampled, inputs.tokenizer, device)
+    if sampled is not model:
+        on_each_kept(ranks, "cutting of the model", lambda: shard_policy(model))
+    if ranks.world_size > 1:
+        view.say(_describe_ranks(ranks, is_cut=sampled is not model))
+    return SynchronousRun(
+        recipe, inputs, model, engine,
+        sampled=sampled, folder=folder, metrics=metrics, view=view, data_parallel=ranks, memory=memory,
+    )  # fmt: skip
+
+
+def _describe_ranks(ranks: DataParallel, *, is_cut: bool) -> str:
+    held = "each holds a part of what trains, and a whole copy to sample from" if is_cut else "each holds all weights"
+    return f"{ranks.world_size} processes train together: {held}"
+
+
+def _exit_status(run: SynchronousRun, metrics: MetricsLog, signal_number: int) -> int:
+    """signal_number: that stopped the run; 0 for none."""
+    if _is_complete(run.recipe, run.inputs, run.newest_checkpoint, metrics):
+        return 0
+    if run.stop_reason is not None and not signal_number:
+        return EXIT_STOPPED
+    assert signal_number, "a run that nobody stopped is complete"
+    return 128 + signal_number
 
 
 def _say_what_it_begins_with(view: RunView, folder: RunFolder, inputs: Inputs) -> None:
@@ -115,7 +177,7 @@ def _say_what_it_begins_with(view: RunView, folder: RunFolder, inputs: Inputs) -
         view.warn(warning)
 
 
-def _choose_recompute(recipe: Recipe, inputs: Inputs, device: torch.device) -> MemoryChoice:
+def _choose_recompute(recipe: Recipe, inputs: Inputs, device: torch.device, ranks: DataParallel) -> MemoryChoice:
     """By the recipe, its data and the memory that is free now. Raises UserError where nothing fits."""
     report = inputs.prompts.report
     longest = report.lengths.maximum + recipe.rollout.max_response_tokens
@@ -125,6 +187,7 @@ def _choose_recompute(recipe: Recipe, inputs: Inputs, device: torch.device) -> M
         outline_model(recipe.model, device_type=device.type, longest_sequence=longest),
         report,
         on_cuda=device.type == "cuda",
+        num_ranks=ranks.world_size if cuts_model(recipe, ranks) else 1,
     )
     return choose_recompute(recipe, memory, DeviceMemory.here(device))
 
@@ -134,17 +197,23 @@ class RunFailedError(RuntimeError):
 
 
 @contextmanager
-def _failures_named(folder: RunFolder) -> Iterator[RunLog]:
+def _failures_named(folder: RunFolder, ranks: DataParallel) -> Iterator[RunLog]:
     """The run's log. Whatever ends the run stands there with its traceback, and is raised under its first cause."""
+    of_rank = "" if ranks.is_main else f"rank {ranks.rank}: "
     log = RunLog(folder.log)
     try:
         yield log
     except (KeyboardInterrupt, SystemExit):
         raise
+    except OtherRankError as error:
+        if ranks.is_main:
+            with suppress(OSError):
+                log(f"stopped by {error}")
+        raise
     except BaseException as error:  # the user's functions may raise what is no Exception: asyncio.CancelledError
         with suppress(OSError):  # the disk may be what failed
-            log(traceback.format_exc())
-        cause = first_cause(error)
+            log(of_rank + traceback.format_exc())
+        cause = ranks.named(first_cause(error))
         if isinstance(cause, UserError):
             raise cause from error
         if is_disk_full(cause):
@@ -152,7 +221,7 @@ def _failures_named(folder: RunFolder) -> Iterator[RunLog]:
                 f"the disk that holds run folder {folder.named} is full ({cause}); checkpoints are whole. "
                 "Free some space and run the same command again"
             ) from error
-        raise RunFailedError(f"{_described(cause)} (traceback in {folder.log})") from error
+        raise RunFailedError(f"{of_rank}{_described(cause)} (traceback in {folder.log})") from error
     finally:
         log.close()
 
@@ -172,27 +241,41 @@ async def _begin_or_resume(run: SynchronousRun, checkpoint: Path | None) -> None
             run.view.say(f"resuming after step {run.num_steps_done} from {run.folder.shown(checkpoint)}")
             run.use_reference(_reference(run))
         else:
-            torch.manual_seed(run.recipe.run.seed)  # dropout draws from the global generators
-            run.metrics.truncate_after(-1)
-            run.folder.remove_rollouts_after(0)
+            # Dropout draws from the global generators.
+            torch.manual_seed(run.recipe.run.seed + run.data_parallel.rank)
+            run.forget_after(-1)
             if run.recipe.sft is not None and not run.warm_start():
                 run.view.warn("stopped in the warm start, which the same command begins anew")
                 return
-            keep_reference(run.recipe, run.model, run.inputs.tokenizer, run.folder)
+            on_main(
+                run.data_parallel,
+                "writing of the reference",
+                lambda: keep_reference(run.recipe, run.sampled, run.inputs.tokenizer, run.folder),
+            )
             run.use_reference(_reference(run))
             run.save()
         # A run that failed in an evaluation still owes it.
-        if (run.num_steps_done == 0 or run.is_evaluation_due) and not run.is_stopping:
+        if (run.num_steps_done == 0 or run.is_evaluation_due) and not run.must_stop():
             await run.evaluate()
         await run.train()
         if run.stop_reason is not None:
             run.view.say(f"stopped by {run.stop_reason.rule}: {run.stop_reason.sentence}", "bold yellow")
-        if not run.is_stopping:
+        if not run.must_stop():
             await run.evaluate()
 
 
 def _reference(run: SynchronousRun) -> ReferenceScore | None:
-    return build_reference(run.recipe, run.model, run.folder, device=run.model.device)
+    return on_each_kept(
+        run.data_parallel,
+        "reference",
+        lambda: build_reference(
+            run.recipe,
+            run.model,
+            run.folder,
+            device=run.model.device,
+            is_sharded=run.sampled is not run.model,
+        ),
+    )
 
 
 def _sinks(recipe: Recipe, folder: RunFolder, view: RunView) -> Sinks:

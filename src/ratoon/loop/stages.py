@@ -2,23 +2,71 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.algorithms import AlgorithmConfig, step_advantages
+from ratoon.distributed import DataParallel, on_each_awaited, on_main_awaited, single_process
 from ratoon.planner import CostModel, plan_step
+from ratoon.rewards import RewardPool, ScoredGroups
 from ratoon.rollout import RolloutEngine
 from ratoon.trainer import Update
 from ratoon.types.rollouts import Prompt, RolloutGroup
 from ratoon.types.sampling import SamplingParams
 
 
+class Scores(Protocol):
+    """Groups to the same groups with rewards, as `RewardPool.score` does."""
+
+    async def score(self, groups: Sequence[RolloutGroup]) -> ScoredGroups: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MainScores:
+    """Rank 0 scores for all: a reward function sees what it would see of one process."""
+
+    pool: RewardPool | None
+    """None on the other ranks."""
+
+    ranks: DataParallel
+
+    async def score(self, groups: Sequence[RolloutGroup]) -> ScoredGroups:
+        """The same on every rank. All ranks call it with the same groups."""
+
+        async def score() -> ScoredGroups:
+            assert self.pool is not None, "rank 0 has the reward functions"
+            return await self.pool.score(groups)
+
+        return await on_main_awaited(self.ranks, "rewards from rank 0", score)
+
+
 async def generate_groups(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    *,
+    group_size: int,
+    sampling: SamplingParams,
+    step: int,
+    ranks: DataParallel | None = None,
+) -> tuple[RolloutGroup, ...]:
+    """One group for each prompt, in their order. Waits for the slowest; the first error cancels the others.
+
+    ranks: call it together, with the same prompts; each generates for its share with its own engine, and all have all
+    groups in the end. Draws depend on the prompts alone, not on who makes them.
+    """
+    ranks = single_process() if ranks is None else ranks
+    mine = prompts[ranks.rank :: ranks.world_size]
+    own = _generate(engine, mine, group_size=group_size, sampling=sampling, step=step)
+    by_rank = await on_each_awaited(ranks, "responses of every rank", own)
+    return tuple(by_rank[index % ranks.world_size][index // ranks.world_size] for index in range(len(prompts)))
+
+
+async def _generate(
     engine: RolloutEngine, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, step: int
 ) -> tuple[RolloutGroup, ...]:
-    """One group for each prompt, in their order. Waits for the slowest; the first error cancels the others."""
     async with asyncio.TaskGroup() as tasks:
         running = [
             tasks.create_task(

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from ratoon.algorithms import are_equal
 from ratoon.config.recipe import Recipe
 from ratoon.data import SOURCE_KEY, PromptStream
+from ratoon.distributed import DataParallel
 from ratoon.loop.repeats import tell_apart
-from ratoon.loop.stages import generate_groups
+from ratoon.loop.stages import Scores, generate_groups
 from ratoon.metrics import MetricsLog
-from ratoon.rewards import RewardPool, ScoredGroups
+from ratoon.rewards import ScoredGroups
 from ratoon.rewards.scored import merge
 from ratoon.rollout import RolloutEngine
 from ratoon.types.rollouts import RolloutGroup
@@ -89,9 +90,10 @@ async def roll_out(
     recipe: Recipe,
     prompts: PromptStream,
     engine: RolloutEngine,
-    rewards: RewardPool,
+    rewards: Scores,
     metrics: MetricsLog,
     enter: Callable[[str], None],
+    ranks: DataParallel | None = None,
 ) -> StepRollout:
     """Samples and scores `rollout.prompts_per_step` groups.
 
@@ -99,7 +101,7 @@ async def roll_out(
     the next prompts, for `algorithm.max_sampling_rounds` rounds at most; then fewer groups have to do. Where no group
     at all teaches anything, the first ones are returned as they are: the step then says why it is useless.
 
-    enter: told the name of each phase as it begins.
+    enter: told the name of each phase as it begins. ranks: share the generation; they call it together.
     """
     rollout, wanted = recipe.rollout, recipe.rollout.prompts_per_step
     sampling = rollout.sampling_params(recipe.run.seed)
@@ -112,7 +114,7 @@ async def roll_out(
         with metrics.span("generate"):
             taken = tell_apart(prompts.take(num_prompts), seen)
             generated = await generate_groups(
-                engine, taken, group_size=rollout.group_size, sampling=sampling, step=step
+                engine, taken, group_size=rollout.group_size, sampling=sampling, step=step, ranks=ranks
             )
         enter("reward")
         with metrics.span("reward"):

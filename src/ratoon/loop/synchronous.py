@@ -15,28 +15,31 @@ from transformers import PreTrainedModel
 
 from ratoon.config.recipe import Recipe
 from ratoon.data import PromptStream, StreamState
-from ratoon.distributed import DataParallel
+from ratoon.distributed import CollectiveError, DataParallel, clip_gradients, is_sharded, on_each_kept, on_main
 from ratoon.loop.diagnosis import StepDiagnosis, StepFacts, explain_loss
 from ratoon.loop.evaluation import Evaluation, evaluate
 from ratoon.loop.inputs import Inputs
 from ratoon.loop.memory_watch import MemoryWatch
 from ratoon.loop.run_folder import RunFolder
 from ratoon.loop.run_memory import row_counts
-from ratoon.loop.stages import attach_advantages, plan_updates
+from ratoon.loop.stages import MainScores, attach_advantages, plan_updates
 from ratoon.loop.step_rollout import StepRollout, roll_out, without_truncated
 from ratoon.loop.stop_rules import StopReason, StopRules
 from ratoon.metrics import MetricsLog, read_metrics
 from ratoon.metrics.rows import MetricValue
 from ratoon.models import model_shape
+from ratoon.models.sharding import refresh_copy
 from ratoon.planner import CostModel, peak_tflops
 from ratoon.rollout import RolloutEngine
 from ratoon.trainer import MasterOptimizer, StepResult, Trainer, Update
 from ratoon.trainer.best_checkpoint import best_step
-from ratoon.trainer.checkpoint import checkpoint_step, load_checkpoint, require_free_bytes, save_checkpoint
+from ratoon.trainer.checkpoint import checkpoint_step, load_checkpoint, require_free_bytes
 from ratoon.trainer.model_folder import model_file_bytes, save_model
+from ratoon.trainer.offloaded_optimizer import OffloadedOptimizer
 from ratoon.trainer.optimizer import learning_rate_at, scheduled_rate
 from ratoon.trainer.reference import ReferenceScore
 from ratoon.trainer.rollout_table import write_rollouts
+from ratoon.trainer.shared_checkpoint import restore_optimizer, save_shared_checkpoint, sharded_state_bytes
 from ratoon.trainer.state_tree import capture_rng, restore_rng
 from ratoon.types.rollouts import RolloutGroup
 from ratoon.view import RunView, StepReport
@@ -50,7 +53,10 @@ _ASSUMED_FLOPS_PER_S = {"cpu": 5e10, "cuda": 4e14}
 
 
 class SynchronousRun:
-    """One run in one process. Every method leaves the run where `save` can be called."""
+    """One run, in one process or in several that call the same methods together.
+
+    Every method leaves the run where `save` can be called. Rank 0 alone scores, and writes what the run leaves behind.
+    """
 
     def __init__(
         self,
@@ -59,16 +65,20 @@ class SynchronousRun:
         model: PreTrainedModel,
         engine: RolloutEngine,
         *,
+        sampled: PreTrainedModel,
         folder: RunFolder,
         metrics: MetricsLog,
         view: RunView,
         data_parallel: DataParallel,
         memory: MemoryWatch,
     ) -> None:
+        """sampled: the whole model that the engine samples from: `model`, or a copy where that is cut over ranks."""
         self.recipe = recipe
         self.inputs = inputs
         self.model = model
         self.engine = engine
+        self.sampled = sampled
+        self.rewards = MainScores(inputs.rewards, data_parallel)
         self.folder = folder
         self.metrics = metrics
         self.view = view
@@ -86,20 +96,42 @@ class SynchronousRun:
         self.num_steps_done = 0
         self.newest_checkpoint: Path | None = None
         self.is_stopping = False
-        """Set to end the run after the step in progress."""
+        """Set, on any rank, to end the run after the step in progress."""
+        self._all_stop = False
 
     async def restore(self, checkpoint: Path) -> None:
         """Goes on from a checkpoint whose weights the model already holds."""
-        saved = load_checkpoint(checkpoint)
-        self.trainer.optimizer.load_state_dict(saved.state["optimizer"])
+        ranks = self.data_parallel
+        saved = on_each_kept(
+            ranks, "reading of a checkpoint", lambda: load_checkpoint(checkpoint, read_bytes=ranks.is_main)
+        )
+        restore_optimizer(saved, model=self.model, optimizer=self.trainer.optimizer, ranks=ranks)
         restore_rng(saved.state["rng"])
+        if not ranks.is_main:  # whose generators they are
+            torch.manual_seed(self.recipe.run.seed + saved.step + ranks.rank)
         self._warn_of_changed_files(saved.step, saved.position.get("user_files", {}))
         self.prompts.restore(StreamState(**saved.position["prompts"]))
         self.num_steps_done = saved.step
         self.newest_checkpoint = checkpoint
-        self.metrics.truncate_after(saved.step)
-        self.folder.remove_rollouts_after(saved.step)
+        self.forget_after(saved.step)
         await self._publish()
+
+    def forget_after(self, step: int) -> None:
+        """Removes rows and rollouts of steps after `step`; of everything where it is negative."""
+
+        def forget() -> None:
+            self.metrics.truncate_after(step)
+            self.folder.remove_rollouts_after(max(step, 0))
+
+        on_main(self.data_parallel, "removal of later steps", forget)
+
+    def must_stop(self) -> bool:
+        """Whether any rank was told to stop. All ranks ask together, and hear the same."""
+        if self.data_parallel.world_size == 1:
+            return self.is_stopping
+        told = self.data_parallel.all_reduce_maxima({"stop": float(self.is_stopping or self._all_stop)})
+        self._all_stop = told["stop"] > 0
+        return self._all_stop
 
     def _warn_of_changed_files(self, step: int, digests: Mapping[str, str]) -> None:
         for key, digest in digests.items():
@@ -120,11 +152,10 @@ class SynchronousRun:
         """
         sft = self.recipe.sft
         assert sft is not None, "the recipe has no [sft] stage"
-        trainer = self._trainer()
         examples = self._stream(shuffle=True)
         shown_at = -math.inf
         for step in range(sft.num_steps):
-            if self.is_stopping:
+            if self.must_stop():
                 return False
             started = time.perf_counter()
             with self._phase("sft"):
@@ -138,7 +169,7 @@ class SynchronousRun:
                     num_steps=sft.num_steps,
                     final_fraction=0.1,
                 )
-                loss = trainer.supervised_step(update, learning_rate=rate)
+                loss = self.trainer.supervised_step(update, learning_rate=rate)
             seconds = time.perf_counter() - started
             self.metrics.log(step + 1, "sft", loss=loss, learning_rate=rate, step_s=seconds)
             is_shown = (step + 1) % max(sft.num_steps // 5, 1) == 0 or step + 1 == sft.num_steps
@@ -147,12 +178,20 @@ class SynchronousRun:
                 self.view.step(
                     StepReport(stage="sft", step=step + 1, num_steps=sft.num_steps, seconds=seconds, loss=loss)
                 )
+        self.trainer = self._trainer()  # moments of its own, and masters of the weights as they are now
+        self._refresh_sampled()
         return True
 
     def require_room(self) -> None:
         """Raises UserError if the disk has no room for one checkpoint: now, and not after the warm start."""
-        num_bytes = model_file_bytes(self.model) + self.trainer.optimizer.full_state_bytes
-        require_free_bytes(self.folder.checkpoints, num_bytes)
+        optimizer = self.trainer.optimizer
+        state_bytes = sharded_state_bytes(optimizer) if is_sharded(self.model) else optimizer.full_state_bytes
+        num_bytes = model_file_bytes(self.sampled) + state_bytes
+        on_main(
+            self.data_parallel,
+            "room for a checkpoint",
+            lambda: require_free_bytes(self.folder.checkpoints, num_bytes),
+        )
 
     def use_reference(self, reference: ReferenceScore | None) -> None:
         """Gives the trainer what a KL penalty is measured against."""
@@ -160,15 +199,15 @@ class SynchronousRun:
 
     async def train(self) -> None:
         """Steps until the run is complete, told to stop or stopped by a rule, with a checkpoint in each case."""
-        history = self._history()
+        history = on_main(self.data_parallel, "earlier steps", self._history)
         self.stop_reason = self.stop_rules.after_step(history)
         for step in range(self.num_steps_done, self.recipe.trainer.num_steps):
-            if self.is_stopping or self.stop_reason is not None:
+            if self.must_stop() or self.stop_reason is not None:
                 break
             history.append(await self._step(step))
             self.stop_reason = self.stop_rules.after_step(history)
             await self._after_step()
-        if self.is_stopping or self.stop_reason is not None:
+        if self.must_stop() or self.stop_reason is not None:
             self.save()
 
     async def _step(self, step: int) -> StepFacts:
@@ -181,9 +220,10 @@ class SynchronousRun:
                 recipe=recipe,
                 prompts=self.prompts,
                 engine=self.engine,
-                rewards=self.inputs.rewards,
+                rewards=self.rewards,
                 metrics=self.metrics,
                 enter=self._enter,
+                ranks=self.data_parallel,
             )
         kl = self._kl_in_rewards(rollout.groups)
         penalties = None if kl is None else [recipe.algorithm.kl_coefficient * kl_N for kl_N in kl]
@@ -201,7 +241,12 @@ class SynchronousRun:
         self.num_steps_done = step + 1
         with self._phase("publish"):
             await self._publish()
-        return self._report(rollout, groups, updates, result, seconds=time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return on_main(
+            self.data_parallel,
+            "report of a step",
+            lambda: self._report(rollout, groups, updates, result, seconds=seconds),
+        )
 
     def _kl_in_rewards(self, groups: Sequence[RolloutGroup]) -> list[NDArray[np.float64]] | None:
         """For each group [N] nats, each response's divergence from the reference; None where no reward is cut by it."""
@@ -215,7 +260,7 @@ class SynchronousRun:
 
     async def evaluate(self) -> Evaluation | None:
         """The held-out reward now, once for each step: a resumed run does not repeat it."""
-        if self.metrics.find("evaluate", self.num_steps_done) is not None:
+        if on_main(self.data_parallel, "earlier evaluations", self._is_evaluated):
             return None
         with self._phase("evaluate"):
             found = await evaluate(
@@ -224,17 +269,26 @@ class SynchronousRun:
                 config=self.recipe.evaluation,
                 training=self.recipe.rollout.sampling_params(self.recipe.run.seed),
                 score=self._score_heldout,
+                ranks=self.data_parallel,
             )
         if found is not None:
-            self.metrics.log(self.num_steps_done, "evaluate", **found.metrics())
+            row = found.metrics()
+
+            def log() -> None:
+                self.metrics.log(self.num_steps_done, "evaluate", **row)
+
+            on_main(self.data_parallel, "report of an evaluation", log)
             self.view.say(
                 f"held-out reward after {self.num_steps_done} steps: {found.reward_mean:.3f} "
                 f"± {found.reward_standard_error:.3f} ({found.num_responses} responses)"
             )
         return found
 
+    def _is_evaluated(self) -> bool:
+        return self.metrics.find("evaluate", self.num_steps_done) is not None
+
     async def _score_heldout(self, groups: Sequence[RolloutGroup]) -> Sequence[RolloutGroup]:
-        scored = await self.inputs.rewards.score(groups)
+        scored = await self.rewards.score(groups)
         for kind, sentence in scored.warnings().items():
             self.view.warn(f"held-out prompts: {sentence}", kind=f"{kind} in evaluation")
         return scored.groups
@@ -243,12 +297,15 @@ class SynchronousRun:
         """A checkpoint of this step, complete or absent; the best one so far is kept with the newest."""
         best = self._best_step() if self.recipe.evaluation.keep_best else None
         with self._phase("checkpoint"):
-            self.newest_checkpoint = save_checkpoint(
+            self.newest_checkpoint = save_shared_checkpoint(
                 self.folder.checkpoints,
                 self.num_steps_done,
-                model_writer=partial(save_model, self.model, self.inputs.tokenizer),
-                model_bytes=model_file_bytes(self.model),
-                state={"optimizer": self.trainer.optimizer.state_dict(), "rng": capture_rng()},
+                model=self.model,
+                optimizer=self.trainer.optimizer,
+                ranks=self.data_parallel,
+                model_writer=partial(save_model, self.sampled, self.inputs.tokenizer),
+                model_bytes=model_file_bytes(self.sampled),
+                state={"rng": capture_rng()},
                 position={"prompts": asdict(self.prompts.state()), "user_files": dict(self.inputs.user_files)},
                 keep_last=self.recipe.trainer.keep_checkpoints,
                 keep_steps=() if best is None else (best,),
@@ -260,6 +317,8 @@ class SynchronousRun:
         prompts = self.prompts.state()
         try:
             yield
+        except CollectiveError:
+            raise  # the ranks can write nothing together any more
         except Exception:
             newest = self.newest_checkpoint
             if newest is None or checkpoint_step(newest) != self.num_steps_done:
@@ -272,7 +331,8 @@ class SynchronousRun:
 
     def _best_step(self) -> int | None:
         """The best step that has a checkpoint, this one counted as if it had."""
-        return best_step(self.folder.path, saving=self.num_steps_done)
+        found = partial(best_step, self.folder.path, saving=self.num_steps_done)
+        return on_main(self.data_parallel, "best step", found)
 
     @property
     def is_evaluation_due(self) -> bool:
@@ -303,11 +363,13 @@ class SynchronousRun:
 
     def _trainer(self) -> Trainer:
         config = self.recipe.trainer
-        optimizer = MasterOptimizer(
+        kind = OffloadedOptimizer if config.offload_optimizer else MasterOptimizer
+        optimizer = kind(
             self.model.parameters(),
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,
             betas=config.betas,
+            clip=partial(clip_gradients, self.model) if is_sharded(self.model) else None,
         )
         return Trainer(
             self.model,
@@ -330,8 +392,13 @@ class SynchronousRun:
         )
 
     async def _publish(self) -> None:
-        weights = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+        self._refresh_sampled()
+        weights = {name: tensor.detach() for name, tensor in self.sampled.state_dict().items()}
         await publish(weights, self.num_steps_done, [self.engine], timeout_s=self.recipe.rollout.timeout_s)
+
+    def _refresh_sampled(self) -> None:
+        if self.sampled is not self.model:
+            refresh_copy(self.sampled, self.model)
 
     def _report(
         self,
@@ -399,13 +466,14 @@ class SynchronousRun:
 
     def _update_figures(self, result: StepResult) -> dict[str, MetricValue]:
         tflops_per_s = result.useful_flops / result.update_s / 1e12
+        peak_tflops = None if self.peak_tflops is None else self.peak_tflops * self.data_parallel.world_size
         return {
             **asdict(result),
             "dedup_ratio": result.dedup_ratio,
             "logical_tokens_per_s": result.logical_tokens_per_s,
             "computed_tokens_per_s": result.computed_tokens_per_s,
             "useful_tflops_per_s": tflops_per_s,
-            "useful_mfu": None if self.peak_tflops is None else tflops_per_s / self.peak_tflops,
+            "useful_mfu": None if peak_tflops is None else tflops_per_s / peak_tflops,
         }
 
     @contextmanager

@@ -11,7 +11,8 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,37 +83,62 @@ def save_checkpoint(
     """
     if keep_last < 1:
         raise ValueError(f"trainer.keep_checkpoints must be at least 1, got {keep_last}")
+    num_bytes = model_bytes + state_bytes(state)
+    partial = begin_checkpoint(folder, step, num_bytes=num_bytes)
+    final = folder / checkpoint_name(step)
+    if partial is None:
+        return final
+    try:
+        with naming_full_disk(partial, num_bytes):
+            model_writer(partial)
+            write_state(partial / STATE_FOLDER, state, position)
+            complete_checkpoint(partial, step)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    remove_old_checkpoints(folder, newest=final, keep_last=keep_last, keep_steps=keep_steps)
+    return final
+
+
+def begin_checkpoint(folder: Path, step: int, *, num_bytes: int) -> Path | None:
+    """An empty folder for what is to become the checkpoint of `step`; None where a whole one is there.
+
+    Raises UserError where the disk has no room for `num_bytes`.
+    """
     assert step >= 0, f"a step is counted from 0, got {step}"
     folder.mkdir(parents=True, exist_ok=True)
     clean_leftovers(folder)
     final = folder / checkpoint_name(step)
     if final.exists():
         if find_damage(final) is None:
-            return final
+            return None
         _remove(final)
-    num_bytes = model_bytes + state_bytes(state)
     require_free_bytes(folder, num_bytes)
     partial = folder / (PARTIAL_PREFIX + checkpoint_name(step))
+    partial.mkdir()
+    return partial
+
+
+def complete_checkpoint(partial: Path, step: int) -> None:
+    """Gives what `begin_checkpoint` made, and others have filled, its final name, once everything is on disk."""
+    write_manifest(partial, step)
+    fsync_tree(partial)
+    partial.rename(partial.with_name(checkpoint_name(step)))
+    fsync_folder(partial.parent)
+
+
+@contextmanager
+def naming_full_disk(partial: Path, num_bytes: int) -> Iterator[None]:
+    """Around the writing of a checkpoint of about `num_bytes`: UserError where the disk fills up."""
     try:
-        partial.mkdir()
-        model_writer(partial)
-        _write_state(partial / STATE_FOLDER, state, position)
-        write_manifest(partial, step)
-        fsync_tree(partial)
-        partial.rename(final)
-        fsync_folder(folder)
+        yield
     except Exception as error:
         if is_disk_full(error):
             raise UserError(
-                f"the disk filled up while checkpoint {checkpoint_name(step)} was written to {folder} "
-                f"(it needs about {num_bytes / 1e9:.2f} GB): {error}; earlier checkpoints are whole. "
+                f"the disk filled up while checkpoint {partial.name.removeprefix(PARTIAL_PREFIX)} was written to "
+                f"{partial.parent} (it needs about {num_bytes / 1e9:.2f} GB): {error}; earlier checkpoints are whole. "
                 "Free some space and run the same command again"
             ) from error
         raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    _remove_old(folder, newest=final, keep_last=keep_last, keep_steps=keep_steps)
-    return final
 
 
 def latest_checkpoint(folder: Path, *, warn: Callable[[str], object] = warnings.warn) -> Path | None:
@@ -137,9 +163,12 @@ def latest_checkpoint(folder: Path, *, warn: Callable[[str], object] = warnings.
     return None
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Reads the state of one checkpoint, verified byte by byte. Raises UserError naming what is missing or damaged."""
-    damage = find_damage(path)
+def load_checkpoint(path: Path, *, read_bytes: bool = True) -> Checkpoint:
+    """Reads the state of one checkpoint, verified byte by byte. Raises UserError naming what is missing or damaged.
+
+    read_bytes: False where another rank reads and compares all of it.
+    """
+    damage = find_damage(path, read_bytes=read_bytes)
     if damage is not None:
         raise UserError(f"{path} is not a whole checkpoint: {damage}")
     state_folder = path / STATE_FOLDER
@@ -215,8 +244,9 @@ def _by_step(folder: Path) -> list[Path]:
     return [path for _, path in sorted(steps)]
 
 
-def _write_state(folder: Path, state: Any, position: Mapping[str, Any]) -> None:
-    folder.mkdir()
+def write_state(folder: Path, state: Any, position: Mapping[str, Any]) -> None:
+    """The part of a checkpoint that is not the model; `folder` may hold files of others."""
+    folder.mkdir(exist_ok=True)
     skeleton, tensors = split_state(state)
     save_file(tensors, folder / _TENSORS)
     for name, content in ((_SKELETON, skeleton), (_POSITION, dict(position))):
@@ -249,7 +279,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _remove_old(folder: Path, *, newest: Path, keep_last: int, keep_steps: Collection[int]) -> None:
+def remove_old_checkpoints(folder: Path, *, newest: Path, keep_last: int, keep_steps: Collection[int]) -> None:
     """Removes older checkpoints but for the last `keep_last` complete ones and complete ones of `keep_steps`."""
     by_step = _by_step(folder)
     older = by_step[: by_step.index(newest)]

@@ -35,11 +35,35 @@ class TrainerConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model trains and samples; auto takes a CUDA device if there is one."""
 
+    num_processes: Literal["auto"] | int = "auto"
+    """Processes (ranks) of this host that train together, each on a GPU of its own; auto: one for each visible GPU, and
+    one on a CPU. Under torchrun, which starts them itself, it is not read."""
+
+    sharding: Literal["auto", "none", "full"] = "auto"
+    """What several processes hold: `full`, each a part of every weight, gradient and moment (FSDP2), gathered layer by
+    layer, and beside it the whole model to sample from; `none`, each the whole. `auto`: `full`, but `none` with
+    `model.lora`. One process holds the whole in any case."""
+
+    rank_timeout_s: float = Field(default=1800.0, gt=0, allow_inf_nan=False)
+    """How long one process waits for another before the run ends: longer than the rollouts of two can differ, and than
+    scoring and writing a checkpoint take."""
+
+    offload_optimizer: bool = False
+    """Keep AdamW's moments and float32 weights in host memory, 16 bytes a weight, and update there: a step is slower by
+    what its gradients and weights take to and from the GPU. One process with a CUDA device."""
+
     checkpoint_every_steps: int = Field(default=50, ge=1)
     """A checkpoint is written after every so many steps, and after the last."""
 
     keep_checkpoints: int = Field(default=2, ge=1)
     """The newest so many checkpoints are kept."""
+
+    @field_validator("num_processes")
+    @classmethod
+    def _is_a_count(cls, count: str | int) -> str | int:
+        if isinstance(count, int) and count < 1:
+            raise ValueError('must be at least 1, or "auto"')
+        return count
 
     @field_validator("betas")
     @classmethod
