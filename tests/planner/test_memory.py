@@ -229,6 +229,7 @@ def estimate(**changes: Any) -> MemoryEstimate:
     settings: dict[str, Any] = {
         "parameters": 1000, "trainable": 1000, "dtype_bytes": 2, "reference": 0, "recompute": "none", "only": False,
         "shards": 1, "rows": 100, "scored": 60, "compiled": False, "shape": SHAPE, "on_cuda": False, "rank": 0,
+        "on_host": False,
     }  # fmt: skip
     settings |= changes
     return estimate_memory(
@@ -238,6 +239,7 @@ def estimate(**changes: Any) -> MemoryEstimate:
             num_trainable_parameters=settings["trainable"],
             dtype_bytes=settings["dtype_bytes"],
             num_reference_parameters=settings["reference"],
+            is_optimizer_on_host=settings["on_host"],
         ),
         MicrobatchSize(
             num_rows=settings["rows"],
@@ -285,6 +287,16 @@ def test_bytes_of_a_model_that_is_cut_over_ranks():
     adapters = estimate(parameters=num_parameters, trainable=100, rank=2, shards=4)
     assert adapters.weights == -(-2 * (num_parameters - 100) // 4)
     assert adapters.masters == 100
+
+
+def test_an_offloaded_optimizer_leaves_weights_and_gradients():
+    plain, offloaded = estimate(on_cuda=True), estimate(on_cuda=True, on_host=True)
+    assert plain.held - offloaded.held == 12 * 1000
+    assert (offloaded.masters, offloaded.moments, offloaded.optimizer_scratch) == (0, 0, 0)
+    assert offloaded.gradients == plain.gradients == 4 * 1000
+    assert offloaded.on_host == 16 * 1000
+    # What comes of a microbatch is added only when all of it is there.
+    assert estimate(dtype_bytes=4, on_host=True, rows=1).late == estimate(dtype_bytes=4, only=True, rows=1).late
 
 
 def test_recomputing_more_keeps_less():

@@ -163,6 +163,8 @@ def _memory_lines(found: DryRun, memory: RunMemory) -> Iterator[str]:
     for name, num_bytes in parts.items():
         if num_bytes:
             yield f"{name:<38}{_size(num_bytes):>10}"
+    if estimate.on_host:
+        yield f"{'in host memory, for the optimizer':<38}{_size(estimate.on_host):>10}"
     yield from _mode_lines(found, memory)
 
 

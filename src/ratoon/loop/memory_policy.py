@@ -70,8 +70,14 @@ class MemoryChoice:
 def choose_recompute(recipe: Recipe, memory: RunMemory | None, device: DeviceMemory) -> MemoryChoice:
     """What the recipe says; for "auto" the fastest mode whose worst step fits.
 
-    Raises UserError for "auto" where none fits, with values that would, or where nothing can be predicted.
+    Raises UserError for "auto" where none fits, with values that would, or where nothing can be predicted; and for an
+    optimizer that cannot be offloaded.
     """
+    if recipe.trainer.offload_optimizer and device.device_type == "cpu":
+        raise UserError(
+            "trainer.offload_optimizer moves moments and float32 weights from a GPU to host memory, and this run "
+            "trains on the CPU; remove it"
+        )
     named = recipe.model.recompute
     if named != "auto":
         return MemoryChoice(recompute=named, is_automatic=False, memory=memory, device=device)
@@ -119,6 +125,14 @@ def _ways_out(recipe: Recipe, memory: RunMemory, device: DeviceMemory) -> Iterat
     weights = memory.weights
     if recipe.model.dtype == "float32" and fits(memory.with_weights(replace(weights, dtype_bytes=2))):
         yield 'model.dtype = "bfloat16"'
+    if (
+        memory.on_cuda
+        and memory.shards.num_shards == 1
+        and fits(
+            memory.with_weights(replace(weights, is_optimizer_on_host=True), adapter_rank=memory.worst.adapter_rank)
+        )
+    ):
+        yield "trainer.offload_optimizer = true (slower)"
     if recipe.model.lora is None:
         trained = int(_ADAPTER_SHARE * weights.num_parameters)
         adapted = replace(

@@ -63,6 +63,7 @@ class RunMemory:
                 num_trainable_parameters=model.num_trained,
                 dtype_bytes=DTYPES[recipe.model.dtype].itemsize,
                 num_reference_parameters=model.num_parameters if has_second_model else 0,
+                is_optimizer_on_host=recipe.trainer.offload_optimizer,
             ),
             generation=GenerationSize(
                 cache_tokens=_cache_tokens(recipe, model.shape, data),

@@ -75,6 +75,8 @@ class MemoryEstimate:
 
     optimizer_scratch: int
     generation_scratch: int
+    on_host: int
+    """Page-locked memory beside the device's: masters, moments and gradients that are updated there."""
 
     @property
     def held(self) -> int:
@@ -123,15 +125,15 @@ def estimate_memory(
     microbatch: one rank's. shards: how the weights are cut; with adapters the frozen ones are cut too.
     """
     b, trainable = weights.dtype_bytes, weights.num_trainable_parameters
-    is_cut = shards.num_shards > 1
+    is_cut, is_on_host = shards.num_shards > 1, weights.is_optimizer_on_host
     master_bytes = max(b, 4)
     summed = shards.part(master_bytes * trainable)
     kept_frozen = b * (weights.num_parameters - (trainable if is_cut else 0))
     return MemoryEstimate(
         weights=shards.part(kept_frozen),
         reference=shards.part(b * weights.num_reference_parameters),
-        masters=summed if is_cut or b < 4 else 0,
-        moments=2 * summed,
+        masters=summed if (is_cut or b < 4) and not is_on_host else 0,
+        moments=0 if is_on_host else 2 * summed,
         cache=generation.cache_tokens * cache_token_bytes(shape, b),
         sampling_copy=b * weights.num_parameters if is_cut else 0,
         gathered=_gathered_bytes(shape, weights, shards) if is_cut else 0,
@@ -142,8 +144,9 @@ def estimate_memory(
         late=_late_bytes(shape, weights, microbatch, shards, on_cuda=on_cuda),
         # On a GPU AdamW handles all weights at once and needs the square roots of the second moments.
         # The fused implementation, which cut weights take, does not.
-        optimizer_scratch=summed if on_cuda and not is_cut else 0,
+        optimizer_scratch=summed if on_cuda and not is_cut and not is_on_host else 0,
         generation_scratch=_SAMPLING_BYTES * shape.vocab_size * generation.num_concurrent,
+        on_host=4 * summed if is_on_host else 0,
     )
 
 
@@ -201,7 +204,7 @@ def _late_bytes(
 
 def _stand_by_themselves(weights: WeightsInMemory, microbatch: MicrobatchSize) -> bool:
     """Whether a microbatch's gradients are not added to the kept ones as they appear."""
-    return weights.dtype_bytes < 4 or microbatch.is_only_one
+    return weights.dtype_bytes < 4 or microbatch.is_only_one or weights.is_optimizer_on_host
 
 
 def _unsummed_bytes(shape: ModelShape, weights: WeightsInMemory, shards: Shards) -> int:

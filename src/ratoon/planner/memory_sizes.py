@@ -28,6 +28,9 @@ class WeightsInMemory:
     """Of a frozen reference model held beside the policy; 0 where there is none, or where the policy without its
     adapter is the reference."""
 
+    is_optimizer_on_host: bool = False
+    """Moments and float32 weights are in host memory, and updated there."""
+
     def __post_init__(self) -> None:
         if min(self.num_parameters, self.num_trainable_parameters, self.num_reference_parameters) < 0:
             raise ValueError(f"numbers of parameters must not be negative, got {self}")
