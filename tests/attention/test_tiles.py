@@ -65,3 +65,18 @@ def test_a_shared_prompt_costs_one_interval(num_prompt_tokens: int):
     for key_tile, is_read in enumerate((tiles.state_RK != TileState.UNREAD).T):
         read = np.flatnonzero(is_read)
         assert np.array_equal(read, np.arange(read[0], read[-1] + 1)), key_tile
+
+
+@given(forests(), st.sampled_from([None, 3]), st.sampled_from([1, 4, 5]), st.sampled_from([1, 3, 8]), st.data())
+def test_rows_without_queries_read_their_own_tile(
+    layout: PackedLayout, window: int | None, row_tile: int, key_tile: int, data: st.DataObject
+):
+    first = data.draw(st.integers(0, layout.num_rows), label="first_query_row")
+    whole_RK = build_tile_map(layout, window, row_tile=row_tile, key_tile=key_tile).state_RK
+    state_RK = build_tile_map(layout, window, row_tile=row_tile, key_tile=key_tile, first_query_row=first).state_RK
+    for (r, k), state in np.ndenumerate(state_RK):
+        last_row = min((r + 1) * row_tile, layout.num_rows) - 1
+        has_queries = last_row >= first
+        is_diagonal = r * row_tile < (k + 1) * key_tile and k * key_tile <= last_row
+        assert state == (whole_RK[r, k] if has_queries or is_diagonal else TileState.UNREAD)
+        assert has_queries or state_RK[r].any(), "a row that reads nothing"

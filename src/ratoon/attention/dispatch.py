@@ -10,6 +10,7 @@ from typing import ParamSpec, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ratoon.attention.autograd import KernelPair, attend, without_autocast
 from ratoon.attention.impls import ImplChoice, resolve_impl
@@ -42,6 +43,7 @@ def forest_attention(
     """Causal attention in which every row reads its own path through the forest, within the plan's window.
 
     q_THD: [T, Hq, D]. k_THD: [T, Hkv, D]; v_THD: [T, Hkv, E]; Hkv divides Hq. All of one dtype.
+        Where the plan has a `first_query_row`, q and the output hold the rows from there on.
     softmax_scale: multiplies q.k before softmax, above 0; 1/sqrt(D) when None.
     softcap: scaled scores become softcap * tanh(score / softcap).
     sinks_H: [Hq], any floating dtype. One more score in every row's softmax, that brings no value; not capped.
@@ -56,11 +58,16 @@ def forest_attention(
     # Positive, because kernels take the largest q.k before they scale.
     scale = _positive("softmax_scale", softmax_scale, "1/sqrt(head dim)") or 1 / math.sqrt(q_THD.shape[2])
     scoring = Scoring(softmax_scale=scale, softcap=_positive("softcap", softcap, "no cap"))
+    # Zeros stand for the queries that are not wanted: kernels know rows and keys by one number.
+    q_THD = functional.pad(q_THD, (0, 0, 0, 0, plan.first_query_row, 0)) if plan.first_query_row else q_THD
     with on_device_of(plan):
         choice = choose_kernels(q_THD, v_THD, sinks_H, plan, scoring, deterministic=deterministic, impl=impl)
         if choice.impl == "flex":
-            return _attend_by_flex(q_THD, k_THD, v_THD, sinks_H, plan, scoring, choice)
-        return attend(q_THD, k_THD, v_THD, sinks_H, plan, scoring, load_kernels(choice), deterministic=deterministic)
+            out_THD = _attend_by_flex(q_THD, k_THD, v_THD, sinks_H, plan, scoring, choice)
+        else:
+            kernels = load_kernels(choice)
+            out_THD = attend(q_THD, k_THD, v_THD, sinks_H, plan, scoring, kernels, deterministic=deterministic)
+    return out_THD[plan.first_query_row :]
 
 
 def on_device_of(plan: AttentionPlan) -> AbstractContextManager[object]:
@@ -146,9 +153,11 @@ def _check(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: AttentionPlan, sin
     for name, tensor in tensors.items():
         if tensor.ndim != 3:
             raise ValueError(f"{name} must be [rows, heads, head dim], without a batch; got shape {_shape(tensor)}")
-        if tensor.shape[0] != plan.num_rows:
+        num_rows = plan.num_query_rows if name == "q_THD" else plan.num_rows
+        if tensor.shape[0] != num_rows:
+            queries = f", {plan.num_query_rows} of them with queries" if plan.first_query_row else ""
             raise ValueError(
-                f"{name} has {tensor.shape[0]} rows, but its plan was built for a layout of {plan.num_rows}; "
+                f"{name} has {tensor.shape[0]} rows, but its plan was built for a layout of {plan.num_rows}{queries}; "
                 "build the plan from the layout that the rows come from"
             )
         if tensor.dtype != q_THD.dtype or not tensor.is_floating_point():

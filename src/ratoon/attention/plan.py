@@ -38,15 +38,24 @@ class AttentionPlan:
 
     layout: PackedLayout
 
+    first_query_row: int = 0
+    """Rows before it bring keys and values only: their queries come from nowhere, and their output is not computed."""
+
     _schedules: dict[tuple[Hashable, ...], Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(
-        cls, layout: PackedLayout, device: torch.device | str = "cpu", window: int | None = None
+        cls,
+        layout: PackedLayout,
+        device: torch.device | str = "cpu",
+        window: int | None = None,
+        *,
+        first_query_row: int = 0,
     ) -> "AttentionPlan":
         """One plan for each distinct window; layers that have the window share it.
 
         A window that no sequence outgrows is the same as none, and becomes None.
+        first_query_row: of a layout whose first rows have been computed before, and are only read.
         """
         if not isinstance(layout, PackedLayout):
             raise ValueError(
@@ -58,6 +67,8 @@ class AttentionPlan:
                 f"window must be a number of tokens, at least 1 (a row always reads itself), got {window!r}; "
                 "pass None for global attention"
             )
+        if not 0 <= first_query_row <= layout.num_rows:
+            raise ValueError(f"first_query_row must be in [0, {layout.num_rows}], got {first_query_row}")
         device = _device_here(device)
         if window is not None and window > int(layout.positions_T.max(initial=0)):
             window = None
@@ -68,7 +79,12 @@ class AttentionPlan:
             positions_T=to_device(layout.positions_T, device),
             expiry_T=to_device(layout.expiry_T, device),
             layout=layout,
+            first_query_row=first_query_row,
         )
+
+    @property
+    def num_query_rows(self) -> int:
+        return self.num_rows - self.first_query_row
 
     def schedule(
         self,

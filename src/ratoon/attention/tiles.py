@@ -51,8 +51,12 @@ class Intervals:
     end_I: NDArray[np.int32]
 
 
-def build_tile_map(layout: PackedLayout, window: int | None, *, row_tile: int, key_tile: int) -> TileMap:
+def build_tile_map(
+    layout: PackedLayout, window: int | None, *, row_tile: int, key_tile: int, first_query_row: int = 0
+) -> TileMap:
     """From the least and the largest row, expiry and position of each tile: no pair of rows is looked at.
+
+    first_query_row: tiles of rows that end before it read their own keys only; nobody wants their output.
 
     Takes time and memory in proportion to the number of tile pairs.
     """
@@ -69,9 +73,11 @@ def build_tile_map(layout: PackedLayout, window: int | None, *, row_tile: int, k
         lowest_key, highest_key = (extremum[None] for extremum in _extrema(layout.positions_T, key_tile))
         is_read &= lowest_query - highest_key < window
         is_full &= highest_query - lowest_key < window
+    # Of rows without queries the tiles on the diagonal are left, for no kernel has been shown a row that reads nothing.
+    is_read &= (last_row >= first_query_row) | (last_key >= first_row)
     state_RK = np.full(is_read.shape, TileState.UNREAD, np.uint8)
     state_RK[is_read] = TileState.PARTIAL
-    state_RK[is_full] = TileState.FULL
+    state_RK[is_full & is_read] = TileState.FULL
     return TileMap(row_tile=row_tile, key_tile=key_tile, state_RK=state_RK)
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ratoon.models.forward import forward_logprobs
     from ratoon.models.fresh import build_fresh
     from ratoon.models.interface import attention_choices, stock_attention
+    from ratoon.models.kept_prompt import KeptPrompt
     from ratoon.models.load import align_eos, load_policy, load_tokenizer
     from ratoon.models.model_files import resolve_model_path
     from ratoon.models.policy import build_policy, load_merged, save_policy_adapters
@@ -34,6 +35,7 @@ _HOMES = {
     "Forest": "forest",
     "FreshModelConfig": "config",
     "FrozenBase": "base_model",
+    "KeptPrompt": "kept_prompt",
     "LoraConfig": "config",
     "ModelConfig": "config",
     "ModelPreview": "preview",
@@ -71,6 +73,7 @@ __all__ = [
     "Forest",
     "FreshModelConfig",
     "FrozenBase",
+    "KeptPrompt",
     "LoraConfig",
     "ModelConfig",
     "ModelPreview",

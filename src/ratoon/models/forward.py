@@ -14,13 +14,19 @@ from ratoon.layout import PackedLayout
 from ratoon.models.forest import Forest
 from ratoon.models.graph_attention import held
 from ratoon.models.interface import attachment_of, head_of
+from ratoon.models.kept_prompt import KeptPrompt
 from ratoon.models.sequence_parallel import ScoredShare
 from ratoon.ops import linear_logprob, support_logprob
 from ratoon.types.rollouts import SampledSupport
 
 
 def forward_logprobs(
-    model: PreTrainedModel, layout: PackedLayout, temperature: float = 1.0, *, support: SampledSupport | None = None
+    model: PreTrainedModel,
+    layout: PackedLayout,
+    temperature: float = 1.0,
+    *,
+    support: SampledSupport | None = None,
+    kept: KeptPrompt | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy (nats) of each scored token: [M], [M], differentiable.
 
@@ -28,11 +34,14 @@ def forward_logprobs(
     support: of M tokens; log-prob and entropy are then those of the distribution over each token's kept tokens, which
     is what truncated sampling drew from. The sets stay as they were in rollout while the model moves.
 
+    kept: the layout's prompt, computed before; only the rows behind it run. The layout is one group.
+
     The decoder's body runs once over the layout's rows; the head only where a token is scored. A layout without
     scored tokens gives empty results and does not run the model, unless it is sharded: then the other ranks wait for
     this one's part, and it runs `idle_layout`, as backward from the empty results does. Under `set_sequence_parallel`
     the ranks of a group call it together, with the same layout, and each gets all results. Raises ValueError where a
-    token id is not in the model's vocabulary, and where `support` is not of the layout's scored tokens.
+    token id is not in the model's vocabulary, where `support` is not of the layout's scored tokens, and where `kept` is
+    another prompt.
     """
     attachment = attachment_of(model)
     if not isinstance(layout, PackedLayout):
@@ -54,7 +63,13 @@ def forward_logprobs(
         dtype = torch.promote_types(head.weight.dtype, torch.float32)
         empty_M = torch.zeros(0, dtype=dtype, device=head.weight.device)
         return empty_M, empty_M.clone()
-    forest = Forest.build(layout, device=model.device, impl=attachment.impl, sequence_group=attachment.sequence_group)
+    forest = Forest.build(
+        layout,
+        device=model.device,
+        impl=attachment.impl,
+        sequence_group=attachment.sequence_group,
+        kept=None if kept is None else kept.keys_of(layout),
+    )
     return run_in_root(model, lambda: score_forest(model, forest, temperature, support=support))
 
 
@@ -67,8 +82,12 @@ def score_forest(
     hidden_TC = held(model.base_model(input_ids=forest.token_ids_1T, forest=forest, use_cache=False)[0][0], forest)
     layout, share, target_M = forest.layout, None, forest.layout.target_M
     if forest.sequence_group is None:
-        predictor_row_M = to_device(layout.predictor_row_M, hidden_TC.device, torch.int64)
-        hidden_MC = hidden_TC.index_select(0, predictor_row_M)
+        predictor_row_M = layout.predictor_row_M
+        if forest.kept is not None:  # the prompt's last row stands before the rows that were computed
+            assert forest.kept.last_hidden_1C is not None, "the prompt has had its pass"
+            hidden_TC = torch.cat([forest.kept.last_hidden_1C, hidden_TC])
+            predictor_row_M = predictor_row_M - (forest.first_row - 1)
+        hidden_MC = hidden_TC.index_select(0, to_device(predictor_row_M, hidden_TC.device, torch.int64))
     else:
         share = ScoredShare.of(layout, forest.sequence_group)
         hidden_MC, target_M = share.collect(hidden_TC), target_M[share.tokens]

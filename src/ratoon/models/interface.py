@@ -254,7 +254,7 @@ def attend_forest(
             window=sliding_window, softmax_scale=scale, softcap=softcap,
         )  # fmt: skip
         return out_THD[None], None
-    out_THD = _attend(q_THD, k_THD, v_THD, s_aux, forest, sliding_window, scaling, softcap)
+    out_THD = _attend(module, q_THD, k_THD, v_THD, s_aux, forest, sliding_window, scaling, softcap)
     if forest.calls is not None:
         forest.calls.append(_describe_call(module, query_1HTD, value_1HTD, sliding_window, softcap, s_aux))
     return out_THD[None], None
@@ -262,6 +262,7 @@ def attend_forest(
 
 @torch.compiler.disable(reason="its plan and its kernels are no graph's business")
 def _attend(
+    module: nn.Module,
     q_THD: Tensor,
     k_THD: Tensor,
     v_THD: Tensor,
@@ -271,6 +272,10 @@ def _attend(
     softmax_scale: float | None,
     softcap: float | None,
 ) -> Tensor:
+    if forest.keeps is not None:
+        forest.keeps.record(module, k_THD, v_THD)
+    if forest.kept is not None:
+        k_THD, v_THD = forest.kept.before(module, k_THD, v_THD)
     group = forest.sequence_group
     if group is not None:
         q_THD, k_THD, v_THD = scatter_heads(q_THD, k_THD, v_THD, group)

@@ -31,7 +31,9 @@ class BlockLists:
 
 
 def build_block_lists(plan: AttentionPlan, row_tile: int, key_tile: int) -> BlockLists:
-    tile_map = build_tile_map(plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile)
+    tile_map = build_tile_map(
+        plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile, first_query_row=plan.first_query_row
+    )
     num_partial, partial = _lists(tile_map.state_RK == TileState.PARTIAL, plan.device)
     num_full, full = _lists(tile_map.state_RK == TileState.FULL, plan.device)
     return BlockLists(

@@ -91,7 +91,9 @@ def build_flex_blocks(plan: AttentionPlan, row_tile: int, key_tile: int) -> Flex
 def _padded_states(plan: AttentionPlan, num_rows: int, row_tile: int, key_tile: int) -> np.ndarray:
     """[R, K] uint8 `TileState` of the padded rows."""
     state_RK = np.full((num_rows // row_tile, num_rows // key_tile), TileState.UNREAD, np.uint8)
-    known = build_tile_map(plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile).state_RK
+    known = build_tile_map(
+        plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile, first_query_row=plan.first_query_row
+    ).state_RK
     state_RK[: known.shape[0], : known.shape[1]] = known
     padding = np.arange(plan.num_rows, num_rows)
     # The last key tile of the layout, if short, is never full: nothing is lost here.

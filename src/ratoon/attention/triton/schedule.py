@@ -112,7 +112,9 @@ class KeySchedule:
 
 
 def build_row_schedule(plan: AttentionPlan, row_tile: int, key_tile: int) -> RowSchedule:
-    tiles = build_tile_map(plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile)
+    tiles = build_tile_map(
+        plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile, first_query_row=plan.first_query_row
+    )
     full = tiles.key_intervals_of_rows(TileState.FULL)
     partial = tiles.key_intervals_of_rows(TileState.PARTIAL)
     costs_R = _lengths(full) + PARTIAL_COST * _lengths(partial)
@@ -148,7 +150,9 @@ def build_key_schedule(
     plan: AttentionPlan, row_tile: int, key_tile: int, num_workers: int, num_kv_heads: int = 1
 ) -> KeySchedule:
     """num_workers: multiprocessors that all key heads' items are shared out to, at least 1."""
-    tiles = build_tile_map(plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile)
+    tiles = build_tile_map(
+        plan.layout, plan.window, row_tile=row_tile, key_tile=key_tile, first_query_row=plan.first_query_row
+    )
     full = tiles.row_intervals_of_keys(TileState.FULL)
     partial = tiles.row_intervals_of_keys(TileState.PARTIAL)
     costs_K = _lengths(full) + PARTIAL_COST * _lengths(partial)
