@@ -150,6 +150,10 @@ def test_memory_of_each_mode_and_of_ranks_that_share_the_model(plan: Plan):
     assert "this run has 4 ranks" in shared
     assert "estimated, of each rank" in shared
     assert "weights gathered for a layer" in shared
+    _, whole, _ = plan("--model.dtype=bfloat16", "--gpus=4", "--trainer.sharding=none")
+    assert "this run has 4 ranks" in whole
+    assert "gathered" not in whole
+    assert "this run has 2 ranks" in plan("--trainer.num_processes=2")[1]
     with pytest.raises(SystemExit):
         plan("--gpus=0")
 

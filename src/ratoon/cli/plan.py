@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ratoon.cli.command import Commands, add_command
 from ratoon.cli.complaint import complain
+from ratoon.cli.launch import num_ranks
 from ratoon.cli.recipe_file import read_recipe
 from ratoon.loop.origin import folder_of_files
 
@@ -35,9 +36,7 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
         takes_overrides=True,
     )
     parser.add_argument("recipe", type=Path, metavar="RECIPE.toml")
-    parser.add_argument(
-        "--gpus", type=_positive, default=1, metavar="K", help="plan for K ranks, over which the model is cut"
-    )
+    parser.add_argument("--gpus", type=_positive, metavar="K", help="plan for K GPUs that train together, here or not")
     parser.add_argument("--full", action="store_true", help="show every key of the recipe, defaults included")
 
 
@@ -48,7 +47,9 @@ def _run(known: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ratoon.loop.dry_run import dry_run
 
     with _leaving_no_bytecode():
-        found = dry_run(recipe, recipe_dir=folder_of_files(known.recipe), num_ranks=known.gpus)
+        found = dry_run(
+            recipe, recipe_dir=folder_of_files(known.recipe), num_ranks=known.gpus or num_ranks(recipe.trainer)
+        )
     for line in page_lines(found, recipe_file=known.recipe, full=known.full):
         print(line)
     problems = found.problems()

@@ -14,6 +14,7 @@ from ratoon.data import DataReport
 from ratoon.loop.device_memory import DeviceMemory
 from ratoon.loop.inputs import check_attention, load_inputs
 from ratoon.loop.memory_policy import choose_recompute, fitting_mode
+from ratoon.loop.ranks import cuts_model
 from ratoon.loop.run_memory import RunMemory
 from ratoon.loop.run_state import RunState, peek_run_folder
 from ratoon.metrics.sinks import check_sinks
@@ -76,7 +77,7 @@ class DryRun:
     """Tokens of the longest prompt, held-out ones included, and the longest response."""
 
     num_ranks: int
-    """That share a step; the model is cut over them."""
+    """That share a step; the model is cut over them where the recipe says so."""
 
     memory: RunMemory | None
     """None where the number of weights is not known without the folder's own code."""
@@ -126,7 +127,7 @@ class DryRun:
 def dry_run(recipe: Recipe, *, recipe_dir: Path, num_ranks: int = 1) -> DryRun:
     """Reads the recipe's data, tokenizer, reward functions and model configuration.
 
-    recipe_dir: files the recipe names are relative to it. num_ranks: that the model is cut over and share each step.
+    recipe_dir: files the recipe names are relative to it. num_ranks: that share each step.
 
     Raises UserError as `ratoon train` does for whatever is wrong in them, but for a device or a run folder that
     cannot be used: those are part of the answer.
@@ -156,7 +157,14 @@ def dry_run(recipe: Recipe, *, recipe_dir: Path, num_ranks: int = 1) -> DryRun:
         steps=steps,
         longest_sequence=longest,
         num_ranks=num_ranks,
-        memory=RunMemory.of(recipe, model, outline, prompts.report, on_cuda=device_type == "cuda", num_ranks=num_ranks),
+        memory=RunMemory.of(
+            recipe,
+            model,
+            outline,
+            prompts.report,
+            on_cuda=device_type == "cuda",
+            num_ranks=num_ranks if cuts_model(recipe, num_ranks) else 1,
+        ),
         device=DeviceMemory.here(torch.device(device_type)) if is_here else None,
         checkpoint_bytes=_checkpoint_bytes(recipe, model),
         run=peek_run_folder(recipe, has_heldout=bool(prompts.heldout)),

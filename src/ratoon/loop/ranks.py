@@ -34,9 +34,9 @@ def joined(recipe: Recipe) -> Iterator[DataParallel]:
     ranks.close()  # not after a failure: the other ranks may never come
 
 
-def cuts_model(recipe: Recipe, ranks: DataParallel) -> bool:
+def cuts_model(recipe: Recipe, num_ranks: int) -> bool:
     """Whether each rank holds a part of the policy only. One rank has nothing to share it out over."""
-    if ranks.world_size == 1 or recipe.trainer.sharding == "none":
+    if num_ranks == 1 or recipe.trainer.sharding == "none":
         return False
     return recipe.trainer.sharding == "full" or recipe.model.lora is None
 

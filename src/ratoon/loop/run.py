@@ -140,7 +140,7 @@ def _load_run(
         view.say(describe_adapters(model))
     for line in attention_choices(model):
         view.say(f"attention: {line}")
-    sampled = sampling_copy(model) if cuts_model(recipe, ranks) else model
+    sampled = sampling_copy(model) if cuts_model(recipe, ranks.world_size) else model
     engine = build_engine(recipe.rollout, sampled, inputs.tokenizer, device)
     if sampled is not model:
         on_each_kept(ranks, "cutting of the model", lambda: shard_policy(model))
@@ -187,7 +187,7 @@ def _choose_recompute(recipe: Recipe, inputs: Inputs, device: torch.device, rank
         outline_model(recipe.model, device_type=device.type, longest_sequence=longest),
         report,
         on_cuda=device.type == "cuda",
-        num_ranks=ranks.world_size if cuts_model(recipe, ranks) else 1,
+        num_ranks=ranks.world_size if cuts_model(recipe, ranks.world_size) else 1,
     )
     return choose_recompute(recipe, memory, DeviceMemory.here(device))
 
