@@ -42,7 +42,8 @@ class CostModel:
     """One entry for each distinct window of the model."""
 
     seconds_per_microbatch: float = 5e-3
-    """Fixed cost of one forward and backward pass, whatever is in it; an idle rank pays it too."""
+    """Fixed cost of one forward and backward pass, whatever is in it; an idle rank pays it too. So does a prompt that
+    is kept for several microbatches."""
 
     def __post_init__(self) -> None:
         costs = (self.seconds_per_row, self.seconds_per_scored_token, self.seconds_per_microbatch)
@@ -81,6 +82,11 @@ class CostModel:
             pairs = pairs_of_prefix(P + R, entry.window) - pairs_of_prefix(P, entry.window)
             seconds = seconds + entry.seconds_per_pair * pairs
         return seconds
+
+    def saved_by_keeping_s(self, prompt_s: float, num_parts: int) -> float:
+        """Seconds that parts of one group save where their prompt is computed once, in a pass of its own, and not in
+        each of them. Negative where that pass costs more."""
+        return prompt_s * (num_parts - 1) - self.seconds_per_microbatch
 
     def part_s(self, num_prompt_tokens: int, response_lengths: Sequence[int]) -> float:
         """Seconds of one prompt with these responses, without the cost of the microbatch around them."""

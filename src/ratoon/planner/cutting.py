@@ -3,7 +3,7 @@
 # Shape letters: P prompt tokens, R response tokens, G groups, Q responses of all groups.
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,16 @@ class Part:
     work_s: float
     """Predicted seconds, without the cost of the microbatch around it."""
 
+    num_prompt_rows: int
+    """P: of the rows, those that parts of one group have in common."""
+
+    prompt_s: float
+    """Of the seconds, those that parts of one group have in common."""
+
+
+Bundle = tuple[Part, ...]
+"""What goes to one rank together. Several parts are of one group, and each has a microbatch of its own."""
+
 
 def cut_groups(
     shapes: Sequence[GroupShape], table: ShapeTable, *, max_rows: int, cost: CostModel, max_work_s: float = math.inf
@@ -37,28 +47,89 @@ def cut_groups(
     max_work_s: parts cost no more where cutting helps: a part has at least one response, and each its prompt.
     A group without responses has no part. Responses without tokens travel with the group's first part.
     """
+    parts: list[Part] = []
+    for group in _costed(shapes, table, max_rows, cost):
+        whole = group.whole
+        if whole.num_rows <= max_rows and group.may_stay_whole(max_work_s):
+            parts.append(whole)
+        else:
+            parts.extend(group.cut(whole.response_indices, max_rows, group.fewest_by_work(max_work_s)))
+    return parts
+
+
+def cut_bundles(
+    shapes: Sequence[GroupShape], table: ShapeTable, *, max_rows: int, cost: CostModel, max_work_s: float = math.inf
+) -> list[Bundle]:
+    """As `cut_groups`, for ranks that keep a prompt from one microbatch to the next: in bundles that each rank computes
+    one prompt for, where that is cheaper than computing it in every part.
+
+    max_work_s: of a bundle.
+    """
+    bundles: list[Bundle] = []
+    for group in _costed(shapes, table, max_rows, cost):
+        pieces = [group.whole]
+        if not group.may_stay_whole(max_work_s):
+            no_limit = sum(group.lengths) + group.whole.num_prompt_rows
+            pieces = group.cut(group.whole.response_indices, no_limit, group.fewest_by_work(max_work_s))
+        for piece in pieces:
+            parts = [piece] if piece.num_rows <= max_rows else group.cut(piece.response_indices, max_rows, 1)
+            if cost.saved_by_keeping_s(piece.prompt_s, len(parts)) > 0:
+                bundles.append(tuple(parts))
+            else:
+                bundles.extend((part,) for part in parts)
+    return bundles
+
+
+@dataclass(frozen=True, slots=True)
+class _CostedGroup:
+    """A group that has responses, and their predicted seconds."""
+
+    whole: Part
+    lengths: Sequence[int]
+    response_s: Sequence[float]
+
+    def may_stay_whole(self, max_work_s: float) -> bool:
+        return self.whole.work_s <= max_work_s or len(self.lengths) == 1
+
+    def fewest_by_work(self, max_work_s: float) -> int:
+        """Parts of at most `max_work_s` that the responses could fill, each with its prompt."""
+        room_s = max(max_work_s - self.whole.prompt_s, *self.response_s)
+        if room_s == math.inf or room_s <= 0:  # 0: responses that cost nothing gain nothing from being apart
+            return 1
+        return math.ceil(math.fsum(self.response_s) / room_s * (1 - 1e-9))
+
+    def cut(self, responses: Sequence[int], max_rows: int, fewest: int) -> list[Part]:
+        """The responses in parts of at most `max_rows`, at least `fewest` where there are so many with tokens."""
+        P = self.whole.num_prompt_rows
+        lengths = [self.lengths[response] for response in responses]
+        response_s = [self.response_s[response] for response in responses]
+        return [
+            Part(
+                self.whole.group_index,
+                tuple(responses[item] for item in items),
+                P + sum(lengths[item] for item in items),
+                self.whole.prompt_s + math.fsum(response_s[item] for item in items),
+                P,
+                self.whole.prompt_s,
+            )
+            for items in _cut_responses(lengths, response_s, max_rows - P, fewest)
+        ]
+
+
+def _costed(shapes: Sequence[GroupShape], table: ShapeTable, max_rows: int, cost: CostModel) -> Iterator[_CostedGroup]:
+    """Groups that have responses, in order. Raises UserError where one response with its prompt is over `max_rows`."""
     _check_each_response_fits(shapes, table, max_rows)
     prompt_s_G = cost.prompt_s(table.prompt_tokens_G)
     response_s_Q = cost.response_s(table.prompt_tokens_G[table.group_of_Q], table.response_tokens_Q)
     work_G = prompt_s_G.copy()
     np.add.at(work_G, table.group_of_Q, response_s_Q)
     first_G = np.cumsum(table.group_sizes_G) - table.group_sizes_G
-    parts: list[Part] = []
-    for index, (rows, work) in enumerate(zip(table.rows_G.tolist(), work_G.tolist(), strict=True)):
+    columns = zip(table.rows_G.tolist(), work_G.tolist(), prompt_s_G.tolist(), first_G.tolist(), strict=True)
+    for index, (rows, work_s, prompt_s, first) in enumerate(columns):
         P, lengths = shapes[index].num_prompt_tokens, shapes[index].response_lengths
-        if not lengths:
-            continue
-        if rows <= max_rows and (work <= max_work_s or len(lengths) == 1):
-            parts.append(Part(index, tuple(range(len(lengths))), rows, work))
-            continue
-        response_s = response_s_Q[first_G[index] : first_G[index] + len(lengths)].tolist()
-        prompt_s = float(prompt_s_G[index])
-        room_s = max(max_work_s - prompt_s, *response_s)
-        fewest = 1 if room_s == math.inf else math.ceil(math.fsum(response_s) / room_s * (1 - 1e-9))
-        for chosen in _cut_responses(lengths, response_s, max_rows - P, fewest):
-            part_s = prompt_s + math.fsum(response_s[response] for response in chosen)
-            parts.append(Part(index, tuple(chosen), P + sum(lengths[response] for response in chosen), part_s))
-    return parts
+        if lengths:
+            whole = Part(index, tuple(range(len(lengths))), rows, work_s, P, prompt_s)
+            yield _CostedGroup(whole, lengths, response_s_Q[first : first + len(lengths)].tolist())
 
 
 def _cut_responses(

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
-from ratoon.planner.balancing import balance_ranks
-from ratoon.planner.binning import best_fit, spread
 from ratoon.planner.cost import CostModel
-from ratoon.planner.cutting import Part, cut_groups
+from ratoon.planner.cutting import cut_bundles, cut_groups
+from ratoon.planner.dealing import Parts, Stretch, deal_by_microbatch, deal_by_rank, stretches_of
 from ratoon.planner.group_shape import GroupShape, ShapeTable
 from ratoon.types.rollouts import RolloutGroup
 
@@ -24,6 +21,9 @@ PartAssignment = tuple[int, tuple[int, ...]]
 Microbatch = tuple[PartAssignment, ...]
 """What one rank packs into one forward pass; empty where it has nothing to do."""
 
+KeptRun = tuple[int, int]
+"""[start, stop) of one rank's microbatches that share a kept prompt, stop - start >= 2."""
+
 RanksMeet = Literal["step", "microbatch"]
 """Where ranks wait for one another: once a step, or in every microbatch, as sharded weights make them."""
 
@@ -33,6 +33,9 @@ _BALANCED = 1.01
 _SHARES = (1.1, 1.0, 1 / 2, 1 / 3, 1 / 4)
 """Of what a rank has between two meetings, if work is shared evenly: what a part may cost at most, tried in turn.
 Over 1, because prompts are then repeated."""
+
+_BUNDLE_SHARES = (1.3, *_SHARES)
+"""As `_SHARES`, of a bundle: a too large group's prompt is repeated for each rank, and such prompts are long."""
 
 _WORTH_CUTTING = 0.005
 """A plan that repeats prompts for balance must be faster by so much."""
@@ -46,8 +49,12 @@ class StepPlan:
     """[rank][microbatch]. Every response of every group once; the same number of microbatches on every rank.
 
     A rank's microbatches stand in order of falling cost, so that microbatches of one index cost
-    about the same on every rank and ranks that meet in each of them wait little.
+    about the same on every rank and ranks that meet in each of them wait little. Those of a kept run stand together.
     """
+
+    kept_runs: tuple[tuple[KeptRun, ...], ...]
+    """[rank]: ascending, disjoint. Each microbatch of a run is one part of the same group, and the group's prompt is
+    computed once for all of them, in a pass of its own before the first; that pass is no microbatch."""
 
     predicted_s: float
     """Seconds of the slowest rank, if ranks meet only at the step's end."""
@@ -60,7 +67,7 @@ class StepPlan:
     single response with its prompt, and the fewest microbatches that the row budget allows."""
 
     num_rows: int
-    """Token slots computed, over every rank and microbatch."""
+    """Token slots computed, over every rank and microbatch; a kept prompt's once."""
 
     num_logical_tokens: int
     """Tokens that separate sequences would hold."""
@@ -74,6 +81,7 @@ class StepPlan:
     def __post_init__(self) -> None:
         counts = {len(rank) for rank in self.assignment}
         assert len(counts) == 1, f"ranks must run the same number of microbatches, got {sorted(counts)}"
+        assert len(self.kept_runs) == len(self.assignment), "kept runs are listed for every rank"
         assert self.lower_bound_s <= self.predicted_s <= self.lockstep_s, (
             f"predictions out of order: {self.lower_bound_s}, {self.predicted_s}, {self.lockstep_s}"
         )
@@ -105,20 +113,24 @@ def plan_step(
     max_rows_per_microbatch: int = 32_768,
     cost: CostModel = DEFAULT_COST,
     ranks_meet: RanksMeet = "step",
+    keeps_prompts: bool = False,
 ) -> StepPlan:
     """Cuts one optimizer step into microbatches and deals them to data-parallel ranks.
 
     groups: those of the whole step, over all ranks.
     max_rows_per_microbatch: token slots of one forward pass of one rank; a part takes P + ΣR of them
-        (tokens, not sequences: the prompt counts once for all responses of the part).
+        (tokens, not sequences: the prompt counts once for all responses of the part, and also where it is kept).
     ranks_meet: what is made small: `predicted_s`, or `lockstep_s` for "microbatch".
+    keeps_prompts: a rank can compute a prompt once for several microbatches. Parts of one group on one rank then do so
+        (`kept_runs`) where it is cheaper than the prompt in each of them, and a group too large for a microbatch stays
+        on one rank where that makes no rank slower.
 
     A group that fits a microbatch is kept whole, unless that leaves ranks more than 1 % above the lower bound and
     cutting it, its prompt repeated for each part, makes the step faster. One that does not fit is cut by
     responses into few parts. The plan depends on nothing but its arguments.
 
     Raises UserError where one prompt and one response exceed the budget, ValueError for a number of
-    ranks or rows below 1.
+    ranks or rows below 1, and for kept prompts of ranks that meet in every microbatch.
     """
     return plan_shapes(
         [GroupShape.of(group) for group in groups],
@@ -126,6 +138,7 @@ def plan_step(
         max_rows_per_microbatch=max_rows_per_microbatch,
         cost=cost,
         ranks_meet=ranks_meet,
+        keeps_prompts=keeps_prompts,
     )
 
 
@@ -136,113 +149,132 @@ def plan_shapes(
     max_rows_per_microbatch: int = 32_768,
     cost: CostModel = DEFAULT_COST,
     ranks_meet: RanksMeet = "step",
+    keeps_prompts: bool = False,
 ) -> StepPlan:
     """`plan_step` from lengths alone: for dry runs and benchmarks."""
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
     if max_rows_per_microbatch < 1:
         raise ValueError(f"planner.max_rows_per_microbatch must be positive, got {max_rows_per_microbatch}")
+    if keeps_prompts and ranks_meet == "microbatch":
+        raise ValueError(
+            "keeps_prompts: the pass of a kept prompt is one rank's own, and ranks that meet in every microbatch would "
+            "wait for it for ever; leave it out, or plan with ranks_meet='step'"
+        )
     table = ShapeTable.of(shapes)
-    bound_s = _lower_bound_s(table, num_ranks, max_rows_per_microbatch, cost)
+    step = _Step(
+        shapes=shapes,
+        table=table,
+        num_ranks=num_ranks,
+        max_rows=max_rows_per_microbatch,
+        cost=cost,
+        lower_bound_s=_lower_bound_s(table, num_ranks, max_rows_per_microbatch, cost),
+    )
+    ranks = _deal_parts(step, ranks_meet)
+    if not keeps_prompts:
+        return step.plan(ranks)
+    best = step.plan(ranks, keeps_prompts=True)
+    has_too_large = bool((table.rows_G > max_rows_per_microbatch).any())
+    return _better_in_bundles(step, best) if has_too_large else best
 
-    def plan(max_work_s: float, meet: RanksMeet) -> StepPlan:
-        parts = cut_groups(shapes, table, max_rows=max_rows_per_microbatch, cost=cost, max_work_s=max_work_s)
-        ranks = _deal_by_microbatch(parts, num_ranks, max_rows_per_microbatch) if meet == "microbatch" else None
-        return _plan(ranks or _deal_by_rank(parts, num_ranks, max_rows_per_microbatch), table, bound_s, cost)
 
-    def step_s(candidate: StepPlan) -> float:
-        return candidate.predicted_s if ranks_meet == "step" else candidate.lockstep_s
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """What is planned, and for what."""
 
-    best = plan(math.inf, "step")
+    shapes: Sequence[GroupShape]
+    table: ShapeTable
+    num_ranks: int
+    max_rows: int
+    cost: CostModel
+    lower_bound_s: float
+
+    def deal(self, max_work_s: float, ranks_meet: RanksMeet) -> list[list[Parts]]:
+        """Parts by rank and microbatch, each part of at most `max_work_s` where cutting helps."""
+        parts = cut_groups(self.shapes, self.table, max_rows=self.max_rows, cost=self.cost, max_work_s=max_work_s)
+        ranks = deal_by_microbatch(parts, self.num_ranks, self.max_rows) if ranks_meet == "microbatch" else None
+        return ranks or deal_by_rank([(part,) for part in parts], self.cost, self.num_ranks, self.max_rows)
+
+    def deal_bundled(self, max_work_s: float) -> list[list[Parts]]:
+        """As `deal`, with the parts that one kept prompt serves on one rank."""
+        bundles = cut_bundles(self.shapes, self.table, max_rows=self.max_rows, cost=self.cost, max_work_s=max_work_s)
+        return deal_by_rank(bundles, self.cost, self.num_ranks, self.max_rows)
+
+    def plan(self, ranks: Sequence[Sequence[Parts]], *, keeps_prompts: bool = False) -> StepPlan:
+        """ranks: parts by rank and microbatch, in any order."""
+        ordered = [stretches_of(rank, self.cost, keeps_prompts=keeps_prompts) for rank in ranks]
+        seconds = [[seconds for stretch in rank for seconds in stretch.seconds] for rank in ordered]
+        overhead_s = self.cost.seconds_per_microbatch * len(ranks[0])
+        predicted_s = overhead_s + max(math.fsum(rank) for rank in seconds)
+        lockstep_s = overhead_s + math.fsum(max(column) for column in zip(*seconds, strict=True))
+        return StepPlan(
+            assignment=tuple(
+                tuple(_assigned(microbatch) for stretch in rank for microbatch in stretch.microbatches)
+                for rank in ordered
+            ),
+            kept_runs=tuple(_kept_runs(rank) for rank in ordered),
+            predicted_s=predicted_s,
+            # Both hold on paper; one sum rounded in another order may fall a last bit short.
+            lockstep_s=max(lockstep_s, predicted_s),
+            lower_bound_s=min(self.lower_bound_s, predicted_s),
+            num_rows=sum(stretch.num_rows for rank in ordered for stretch in rank),
+            num_logical_tokens=self.table.num_logical_tokens,
+            num_loss_tokens=int(self.table.response_tokens_Q.sum()),
+            num_sequences=self.table.response_tokens_Q.size,
+        )
+
+
+def _deal_parts(step: _Step, ranks_meet: RanksMeet) -> list[list[Parts]]:
+    """The best of a few ways, each prompt computed in every microbatch that needs it."""
+
+    def step_s(plan: StepPlan) -> float:
+        return plan.predicted_s if ranks_meet == "step" else plan.lockstep_s
+
+    best = step.deal(math.inf, "step")
+    best_plan = step.plan(best)
     if ranks_meet == "microbatch":
-        best = min(best, plan(math.inf, "microbatch"), key=step_s)
-    even_s = bound_s if ranks_meet == "step" else bound_s / max(best.num_microbatches, 1)
-    for share in _SHARES if num_ranks > 1 else ():
-        if step_s(best) <= bound_s * _BALANCED:
+        even = step.deal(math.inf, "microbatch")
+        if step_s(step.plan(even)) < step_s(best_plan):
+            best, best_plan = even, step.plan(even)
+    even_s = step.lower_bound_s / (1 if ranks_meet == "step" else max(best_plan.num_microbatches, 1))
+    for share in _SHARES if step.num_ranks > 1 else ():
+        if step_s(best_plan) <= step.lower_bound_s * _BALANCED:
             break
-        candidate = plan(share * even_s, ranks_meet)
-        if step_s(candidate) < step_s(best) * (1 - _WORTH_CUTTING):
+        candidate = step.deal(share * even_s, ranks_meet)
+        candidate_plan = step.plan(candidate)
+        if step_s(candidate_plan) < step_s(best_plan) * (1 - _WORTH_CUTTING):
+            best, best_plan = candidate, candidate_plan
+    return best
+
+
+def _better_in_bundles(step: _Step, best: StepPlan) -> StepPlan:
+    """A plan that sends the parts of too large groups to ranks together, where it is faster than `best`, or as fast
+    with less to compute."""
+    limits_s = [share * step.lower_bound_s for share in _BUNDLE_SHARES] if step.num_ranks > 1 else []
+    for max_work_s in (math.inf, *limits_s):
+        if max_work_s < math.inf and best.predicted_s <= step.lower_bound_s * _BALANCED:
+            break
+        candidate = step.plan(step.deal_bundled(max_work_s), keeps_prompts=True)
+        is_faster = candidate.predicted_s < best.predicted_s * (1 - _WORTH_CUTTING)
+        is_leaner = candidate.num_rows < best.num_rows and candidate.predicted_s <= best.predicted_s
+        if is_faster or is_leaner:
             best = candidate
     return best
 
 
-def _plan(ranks: list[list[list[Part]]], table: ShapeTable, lower_bound_s: float, cost: CostModel) -> StepPlan:
-    """ranks: parts by rank and microbatch."""
-    work_s = [[math.fsum(part.work_s for part in microbatch) for microbatch in rank] for rank in ranks]
-    overhead_s = cost.seconds_per_microbatch * len(ranks[0])
-    predicted_s = overhead_s + max(math.fsum(rank) for rank in work_s)
-    lockstep_s = overhead_s + math.fsum(max(column) for column in zip(*work_s, strict=True))
-    return StepPlan(
-        assignment=tuple(
-            tuple(tuple((part.group_index, part.response_indices) for part in microbatch) for microbatch in rank)
-            for rank in ranks
-        ),
-        predicted_s=predicted_s,
-        # Both hold on paper; one sum rounded in another order may fall a last bit short.
-        lockstep_s=max(lockstep_s, predicted_s),
-        lower_bound_s=min(lower_bound_s, predicted_s),
-        num_rows=sum(part.num_rows for rank in ranks for microbatch in rank for part in microbatch),
-        num_logical_tokens=table.num_logical_tokens,
-        num_loss_tokens=int(table.response_tokens_Q.sum()),
-        num_sequences=table.response_tokens_Q.size,
-    )
+def _assigned(microbatch: Parts) -> Microbatch:
+    return tuple((part.group_index, part.response_indices) for part in microbatch)
 
 
-def _deal_by_rank(parts: Sequence[Part], num_ranks: int, max_rows: int) -> list[list[list[Part]]]:
-    """Parts by rank and microbatch: ranks balanced first, then as few microbatches as the fullest needs.
-
-    Costliest first on every rank. Ranks that need fewer spread their parts over as many, evenly by work where room
-    allows.
-    """
-    dealt = balance_ranks([part.work_s for part in parts], num_ranks)
-    ranks = [[parts[index] for index in rank] for rank in dealt]
-    rows = [[part.num_rows for part in rank] for rank in ranks]
-    tight = [best_fit(rank_rows, max_rows) for rank_rows in rows]
-    num_microbatches = max(len(bins) for bins in tight)
-    filled: list[list[list[Part]]] = []
-    for rank, rank_rows, rank_tight in zip(ranks, rows, tight, strict=True):
-        even = spread(rank_rows, [part.work_s for part in rank], max_rows, num_microbatches)
-        bins = rank_tight + [[] for _ in range(num_microbatches - len(rank_tight))] if even is None else even
-        microbatches = [[rank[item] for item in sorted(items)] for items in bins]
-        filled.append(sorted(microbatches, key=_work_s, reverse=True))
-    return filled
-
-
-def _deal_by_microbatch(parts: Sequence[Part], num_ranks: int, max_rows: int) -> list[list[list[Part]]] | None:
-    """Parts by rank and microbatch: like microbatches first, over all ranks, then those that cost most side by side.
-
-    None where parts fill no such microbatches evenly.
-    """
-    rows, work_s = [part.num_rows for part in parts], [part.work_s for part in parts]
-    fewest = -(-sum(rows) // (num_ranks * max_rows))
-    for num_microbatches in _counts_from(fewest):
-        bins = spread(rows, work_s, max_rows, num_microbatches * num_ranks)
-        if bins is not None:
-            break
-    else:
-        return None
-    microbatches = sorted(([parts[item] for item in sorted(items)] for items in bins), key=_work_s, reverse=True)
-    ranks: list[list[list[Part]]] = [[] for _ in range(num_ranks)]
-    loads_s = np.zeros(num_ranks)
-    for first in range(0, len(microbatches), num_ranks):
-        column = microbatches[first : first + num_ranks]
-        lightest_first: list[int] = np.argsort(loads_s, kind="stable").tolist()
-        for microbatch, rank in zip(column, lightest_first, strict=True):
-            ranks[rank].append(microbatch)
-            loads_s[rank] += _work_s(microbatch)
-    return ranks
-
-
-def _counts_from(fewest: int) -> list[int]:
-    """Numbers of microbatches to try: 2 % apart where there are many."""
-    counts = [max(fewest, 1)]
-    while counts[-1] < 2 * counts[0]:
-        counts.append(math.ceil(counts[-1] * 1.02) + (counts[-1] < 50))
-    return counts
-
-
-def _work_s(microbatch: Sequence[Part]) -> float:
-    return math.fsum(part.work_s for part in microbatch)
+def _kept_runs(rank: Sequence[Stretch]) -> tuple[KeptRun, ...]:
+    runs: list[KeptRun] = []
+    start = 0
+    for stretch in rank:
+        stop = start + len(stretch.microbatches)
+        if stretch.is_kept:
+            runs.append((start, stop))
+        start = stop
+    return tuple(runs)
 
 
 def _lower_bound_s(table: ShapeTable, num_ranks: int, max_rows: int, cost: CostModel) -> float:
