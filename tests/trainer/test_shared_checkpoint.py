@@ -146,6 +146,7 @@ def assert_same(got: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -
 
 def failing_writes(ranks: DataParallel, folder: Path) -> list[str]:
     """Where the first rank's model, or the second one's shards, cannot be written: what each rank hears."""
+    folder = folder / "checkpoints"
     model, optimizer = build(torch.float32, "full")
     update(optimizer)
     save(folder, 1, model, optimizer, ranks)

@@ -40,7 +40,11 @@ class _Attempt:
         if isinstance(error, CollectiveError):
             raise error  # the ranks can no longer talk to one another
         cause = first_cause(error)
-        return cls(_Report(None, f"{type(cause).__name__}: {cause}", isinstance(cause, UserError)), error)
+        try:
+            words = str(cause)
+        except Exception as failure:  # of a user's class
+            words = f"(its message cannot be had: {type(failure).__name__})"
+        return cls(_Report(None, f"{type(cause).__name__}: {words}", isinstance(cause, UserError)), error)
 
 
 def on_each(ranks: DataParallel, what: str, work: Callable[[], Result]) -> list[Result]:

@@ -184,9 +184,9 @@ class DataParallel:
     def named(self, error: BaseException) -> BaseException:
         """The error under a name that says what happened, where it came of a collective that torch ran by itself: in
         the passes of a sharded model, or in a checkpoint."""
-        is_torchs = isinstance(error, dist.DistError) or "/gloo/" in str(error)
         if self.world_size == 1 or isinstance(error, CollectiveError) or not isinstance(error, RuntimeError):
             return error
+        is_torchs = isinstance(error, dist.DistError) or "/gloo/" in str(error)
         return self._error("an exchange of weights or gradients", error, self.timeout_s) if is_torchs else error
 
 

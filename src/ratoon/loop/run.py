@@ -146,9 +146,13 @@ def _load_run(
         on_each_kept(ranks, "cutting of the model", lambda: shard_policy(model))
     if ranks.world_size > 1:
         view.say(_describe_ranks(ranks, is_cut=sampled is not model))
-    return SynchronousRun(
-        recipe, inputs, model, engine,
-        sampled=sampled, folder=folder, metrics=metrics, view=view, data_parallel=ranks, memory=memory,
+    return on_each_kept(
+        ranks,
+        "beginning of the run",
+        lambda: SynchronousRun(
+            recipe, inputs, model, engine,
+            sampled=sampled, folder=folder, metrics=metrics, view=view, data_parallel=ranks, memory=memory,
+        ),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ratoon.algorithms import AlgorithmConfig, step_advantages
 from ratoon.distributed import DataParallel, on_each_awaited, on_main_awaited, single_process
 from ratoon.planner import CostModel, plan_step
+from ratoon.planner.plan import RanksMeet
 from ratoon.rewards import RewardPool, ScoredGroups
 from ratoon.rollout import RolloutEngine
 from ratoon.trainer import Update
@@ -104,12 +105,13 @@ def plan_updates(
     max_rows_per_microbatch: int,
     cost: CostModel,
     share_prompts: bool = True,
+    ranks_meet: RanksMeet = "step",
 ) -> tuple[Update, ...]:
     """The groups dealt to `num_updates` optimizer updates, each planned over all ranks.
 
     Group i goes to update i mod num_updates, so that updates differ by at most one group; one that would have no group
     is left out. Without `share_prompts`, every response then stands as a group of its own: same updates and loss, and
-    its prompt is computed for it alone.
+    its prompt is computed for it alone. ranks_meet: where ranks wait for one another (`plan_step`).
     """
     slices = [tuple(groups[first::num_updates]) for first in range(min(num_updates, len(groups)))]
     if not share_prompts:
@@ -117,7 +119,13 @@ def plan_updates(
     return tuple(
         Update(
             groups=chosen,
-            plan=plan_step(chosen, num_ranks=num_ranks, max_rows_per_microbatch=max_rows_per_microbatch, cost=cost),
+            plan=plan_step(
+                chosen,
+                num_ranks=num_ranks,
+                max_rows_per_microbatch=max_rows_per_microbatch,
+                cost=cost,
+                ranks_meet=ranks_meet,
+            ),
         )
         for chosen in slices
     )

@@ -389,6 +389,7 @@ class SynchronousRun:
             max_rows_per_microbatch=self.recipe.planner.max_rows_per_microbatch,
             cost=self.cost,
             share_prompts=self.recipe.planner.share_prompts,
+            ranks_meet="microbatch" if is_sharded(self.model) else "step",
         )
 
     async def _publish(self) -> None:
