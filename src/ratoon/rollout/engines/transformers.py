@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -53,6 +54,9 @@ class TransformersEngine:
         configured = None if generation_config is None else generation_config.eos_token_id
         self._eos_ids = eos_token_ids(configured, tokenizer)
         self._worker = WorkerThread("ratoon-rollout")
+        if model.device.type == "cuda":
+            # A new thread begins with the first GPU, which may be another rank's.
+            self._worker.submit(lambda: torch.cuda.set_device(model.device))
         self._calls: dict[int, _Call] = {}
         self._driver: asyncio.Task[None] | None = None
         self._is_paused = False

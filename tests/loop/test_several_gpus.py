@@ -1,0 +1,60 @@
+"""`ratoon train` on two GPUs, sharded over NCCL, against one."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.loop.test_several_ranks import drawn, figures
+from tests.loop.tiny_run import TinyRun, metrics_rows, write_tiny_recipe
+
+pytestmark = pytest.mark.gpu
+
+
+def run_command(recipe: Path, *arguments: str) -> str:
+    root = Path(__file__).parents[2]
+    finished = subprocess.run(
+        [sys.executable, "-m", "ratoon.cli.main", "train", str(recipe), "--trainer.device=cuda", *arguments],
+        env=os.environ | {"PYTHONPATH": str(root / "src"), "CUDA_VISIBLE_DEVICES": "0,1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def two_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_gpus_train_as_one_and_each_resumes_the_other(tiny: TinyRun, tmp_path: Path, dtype: str):
+    two_gpus()
+    (tmp_path / "one").mkdir()
+    write_tiny_recipe(tmp_path / "one")
+    short = (f"--model.dtype={dtype}", "--trainer.num_steps=2", "--algorithm.kl_coefficient=0.1")
+    run_command(tmp_path / "one" / "recipe.toml", *short, "--trainer.num_processes=1")
+    said = run_command(tiny.recipe, *short)
+    assert "2 processes train together: each holds a part" in said
+    one = tmp_path / "one" / "runs" / "tiny"
+    first = "step-000001.parquet"
+    if dtype == "float32":
+        assert drawn(tiny.run_dir)[first] == drawn(one)[first]
+        for mine, other in zip(figures(tiny.run_dir)[:3], figures(one)[:3], strict=True):  # the warm start
+            assert mine["loss"] == pytest.approx(other["loss"], rel=2e-3)
+    assert all(math.isfinite(row["loss"]) for row in metrics_rows(tiny.run_dir, "train"))
+    said = run_command(tiny.recipe, *short[::2], "--trainer.num_steps=4", "--trainer.num_processes=1")
+    assert "resuming after step 2" in said and "processes train together" not in said
+    said = run_command(tiny.recipe, *short[::2], "--trainer.num_steps=5")
+    assert "resuming after step 4" in said and "2 processes train together" in said
+
+
+def test_adapters_on_two_gpus(tiny: TinyRun):
+    two_gpus()
+    said = run_command(tiny.recipe, "--trainer.num_steps=2", "--model.lora.rank=2", "--algorithm.kl_coefficient=0.1")
+    assert "2 processes train together: each holds all weights" in said
