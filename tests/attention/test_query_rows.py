@@ -15,7 +15,7 @@ IMPLS = ("reference", "flash")
 
 def gradients_of(case: Case, layout: PackedLayout, first: int, impl: str, window: int | None) -> tuple[Tensor, ...]:
     """The output of the rows from `first` on, and the gradients of their weighted sum."""
-    plan = AttentionPlan.build(layout, window=window, first_query_row=first)
+    plan = AttentionPlan.build(layout, case.q_THD.device, window, first_query_row=first)
     q = case.q_THD[first:].detach().requires_grad_()
     k, v = (x.detach().requires_grad_() for x in (case.k_THD, case.v_THE))
     sinks = None if case.sinks_H is None else case.sinks_H.detach().requires_grad_()
