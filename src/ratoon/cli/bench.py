@@ -44,8 +44,14 @@ example:
 
 One pack of 131,072 rows on each GPU by itself, and on all of them together; a tiny one where there is no GPU.
 """
+_PREFIX_ONCE_EXAMPLE = """\
+example:
+  ratoon bench prefix-once --results benchmarks/results/prefix_once.jsonl
+
+A group of 64 long responses that fits no microbatch, its prompt computed once; a tiny one where there is no GPU.
+"""
 _EXAMPLE = _POLICY_UPDATE_EXAMPLE + _ATTENTION_EXAMPLE.partition("\n")[2] + _PLANNER_EXAMPLE.partition("\n")[2]
-_EXAMPLE += _SEQUENCE_PARALLEL_EXAMPLE.partition("\n")[2]
+_EXAMPLE += _SEQUENCE_PARALLEL_EXAMPLE.partition("\n")[2] + _PREFIX_ONCE_EXAMPLE.partition("\n")[2]
 
 
 def register(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -54,7 +60,7 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
         commands, "bench", "measure a part against its peers in one process", example=_EXAMPLE, run=_policy_update
     )
     benches = parser.add_subparsers(
-        dest="bench", required=True, metavar="{policy-update,attention,planner,sequence-parallel}"
+        dest="bench", required=True, metavar="{policy-update,attention,planner,sequence-parallel,prefix-once}"
     )
     update = add_command(
         benches,
@@ -102,7 +108,22 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
     )
     sequence.add_argument("--cases", type=_names, metavar="A,B", help="these cases, in place of the usual one")
     sequence.add_argument("--steps", type=positive, default=3, help="timed steps of each way, the median counts")
-    for bench in (update, attention, planner, sequence):
+    prefix = add_command(
+        benches,
+        "prefix-once",
+        "time a group too large for one microbatch, its prompt computed once, against what its work predicts",
+        example=_PREFIX_ONCE_EXAMPLE,
+        run=_prefix_once,
+    )
+    prefix.add_argument("--cases", type=_names, metavar="A,B", help="these cases, in place of the usual one")
+    prefix.add_argument(
+        "--budget-ms",
+        type=positive,
+        default=6000,
+        metavar="MS",
+        help="about how long the steps of one way are timed; by default 6000",
+    )
+    for bench in (update, attention, planner, sequence, prefix):
         bench.add_argument("--results", type=Path, help="append rows to this .jsonl file")
 
 
@@ -223,6 +244,22 @@ def _sequence_parallel(known: argparse.Namespace, _: Sequence[str]) -> int:
         )
     finally:
         ranks.close()
+    return 1 if outcome.failed else 0
+
+
+def _prefix_once(known: argparse.Namespace, _: Sequence[str]) -> int:
+    """Runs the benchmark and says what it finds. Exits 1 where a result was wrong or something broke."""
+    from ratoon.bench.prefix_once import bench_prefix_once
+    from ratoon.bench.rows import check_results
+
+    check_results(known.results)
+    outcome = bench_prefix_once(
+        cases=known.cases,
+        budget_s=known.budget_ms / 1e3,
+        command=_command_line(),
+        results=known.results,
+        say=_say,
+    )
     return 1 if outcome.failed else 0
 
 

@@ -164,7 +164,7 @@ class PlainPack:
 
 def pack_plain(groups: Sequence[RolloutGroup], device: torch.device) -> list[Microbatch]:
     """A microbatch for each sequence: what the variants are checked against."""
-    return _with_advantages(
+    return with_advantages(
         [
             ([single], PlainPack(token_ids_1S=_whole(single, device), num_prompt_tokens=single.prompt.token_ids.size))
             for single in alone_groups(groups)
@@ -183,7 +183,7 @@ def pack_update(
     """
     kernel = None if variant.impl == "auto" else load_kernel(variant.impl, device)
     parts = _cut(groups, sequences) if variant.layout == "replicated" else [list(groups)]
-    return _with_advantages([(part, _pack(pack_groups(part), variant.impl, kernel, device)) for part in parts], device)
+    return with_advantages([(part, _pack(pack_groups(part), variant.impl, kernel, device)) for part in parts], device)
 
 
 @contextmanager
@@ -231,7 +231,7 @@ def kernels_of(variant: Variant, model: PreTrainedModel, num_rows: int) -> str:
     return resolve_impl(request, "auto").kernels
 
 
-def _with_advantages(parts: Sequence[tuple[Sequence[RolloutGroup], Pack]], device: torch.device) -> list[Microbatch]:
+def with_advantages(parts: Sequence[tuple[Sequence[RolloutGroup], Pack]], device: torch.device) -> list[Microbatch]:
     """An advantage for each response, in order, whatever the parts are."""
     lengths = [[response.num_tokens for group in groups for response in group.responses] for groups, _ in parts]
     total = sum(sum(of_part) for of_part in lengths)
