@@ -11,7 +11,17 @@ from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from ratoon.layout import PackedLayout, pack_groups
-from ratoon.models import attach, forward_logprobs, set_compile, set_recompute, stock_attention
+from ratoon.models import (
+    FreshModelConfig,
+    ModelConfig,
+    attach,
+    build_policy,
+    forward_logprobs,
+    is_compiled,
+    set_compile,
+    set_recompute,
+    stock_attention,
+)
 from ratoon.types import Prompt, Response, RolloutGroup, UserError
 
 torch.set_num_threads(1)
@@ -115,3 +125,18 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ratoon.models.compiled.GradientCheckpointingLayer", int)
     with pytest.raises(UserError, match="does not mark its layers"):
         set_compile(model, "layers")
+
+
+def test_auto_compiles_dense_models_on_gpus():
+    config = ModelConfig(path="x")
+    assert config.compile == "auto"
+    assert config.compile_on("cuda", num_experts=0) == "layers"
+    assert config.compile_on("cuda", num_experts=8) == "none"
+    assert config.compile_on("cpu", num_experts=0) == "none"
+    assert ModelConfig(path="x", compile="layers").compile_on("cpu", num_experts=8) == "layers"
+
+
+@pytest.mark.parametrize("choice", ["auto", "layers"])
+def test_a_built_policy_is_compiled_as_its_config_says(choice: Any):
+    config = ModelConfig(fresh=FreshModelConfig(hidden_size=16, intermediate_size=24, num_layers=1), compile=choice)
+    assert is_compiled(build_policy(config, seed=0)) == (choice == "layers")

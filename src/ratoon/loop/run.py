@@ -28,7 +28,7 @@ from ratoon.loop.synchronous import SynchronousRun
 from ratoon.metrics import MetricsLog, read_metrics
 from ratoon.metrics.rows import MetricValue
 from ratoon.metrics.sinks import Sinks, check_sinks
-from ratoon.models import attention_choices, describe_adapters, preview_model
+from ratoon.models import attention_choices, describe_adapters, is_compiled, preview_model
 from ratoon.models.outline import outline_model
 from ratoon.models.sharding import sampling_copy, shard_policy
 from ratoon.rewards.messages import Cause
@@ -140,6 +140,8 @@ def _load_run(
         view.say(describe_adapters(model))
     for line in attention_choices(model):
         view.say(f"attention: {line}")
+    if is_compiled(model):
+        view.say("layers: compiled at their first passes, which take up to a minute more")
     sampled = sampling_copy(model) if cuts_model(recipe, ranks.world_size) else model
     engine = build_engine(recipe.rollout, sampled, inputs.tokenizer, device)
     if sampled is not model:

@@ -72,7 +72,8 @@ class RunMemory:
             worst=replace(
                 _worst_microbatch(recipe, data),
                 has_qk_norm=outline.has_qk_norm,
-                is_compiled=recipe.model.compile == "layers",
+                is_compiled=recipe.model.compile_on("cuda" if on_cuda else "cpu", num_experts=model.shape.num_experts)
+                == "layers",
                 adapter_rank=0 if lora is None else lora.rank,
             ),
             longest_sequence=data.lengths.maximum + recipe.rollout.max_response_tokens,

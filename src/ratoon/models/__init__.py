@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     )
     from ratoon.models.attachment import attach
     from ratoon.models.base_model import FrozenBase
-    from ratoon.models.compiled import set_compile
+    from ratoon.models.compiled import is_compiled, set_compile
     from ratoon.models.config import FreshModelConfig, LoraConfig, ModelConfig
     from ratoon.models.forest import Forest
     from ratoon.models.forward import forward_logprobs
@@ -55,6 +55,7 @@ _HOMES = {
     "fix_rope": "rope",
     "forward_logprobs": "forward",
     "has_adapters": "adapters",
+    "is_compiled": "compiled",
     "load_merged": "policy",
     "load_policy": "load",
     "load_tokenizer": "load",
@@ -93,6 +94,7 @@ __all__ = [
     "fix_rope",
     "forward_logprobs",
     "has_adapters",
+    "is_compiled",
     "load_merged",
     "load_policy",
     "load_tokenizer",

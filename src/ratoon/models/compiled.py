@@ -10,6 +10,16 @@ from ratoon.models.interface import attachment_of
 from ratoon.types import UserError
 
 
+def can_compile(model: PreTrainedModel) -> bool:
+    """Whether the model marks its layers, which are what is compiled."""
+    return any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+
+
+def is_compiled(model: PreTrainedModel) -> bool:
+    """Whether its layers are: `set_compile` "layers"."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
 def set_compile(model: PreTrainedModel, mode: Compile, *, backend: str = "inductor") -> PreTrainedModel:
     """Sets, in place, whether the layers of an attached model run compiled where they read a forest.
 

@@ -15,6 +15,7 @@ AttentionImpl = Literal[
 Recompute = Literal["none", "selective", "full"]
 RecomputeChoice = Literal["auto", "none", "selective", "full"]
 Compile = Literal["none", "layers"]
+CompileChoice = Literal["auto", "none", "layers"]
 
 
 class FreshModelConfig(BaseModel):
@@ -133,9 +134,10 @@ class ModelConfig(BaseModel):
     """What the backward pass computes again to save memory: nothing, norms and MLPs, or every layer; `auto` takes the
     first of them whose largest step is predicted to fit the device, and says which. Results do not change."""
 
-    compile: Compile = "none"
-    """Run each decoder layer through torch.compile, which fuses what is around its products; needs a C++ compiler on a
-    CPU. The first step takes some minutes longer."""
+    compile: CompileChoice = "auto"
+    """Run each decoder layer through torch.compile, which fuses what is around its products: 1.4 times as fast on an
+    H200. `auto` does so on GPUs, experts excepted. Needs a C++ compiler on a CPU. The first steps take up to a minute
+    longer."""
 
     rope_positions: int | None = Field(default=None, ge=1)
     """For rotary scalings chosen by length (dynamic, longrope): the run's longest sequence, which fixes them."""
@@ -153,3 +155,9 @@ class ModelConfig(BaseModel):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} belongs to a model folder and does nothing beside `fresh`; remove it")
         return self
+
+    def compile_on(self, device_type: str, *, num_experts: int) -> Compile:
+        """What `compile` comes to there, for a model with so many experts a layer (0: dense)."""
+        if self.compile != "auto":
+            return self.compile
+        return "layers" if device_type == "cuda" and num_experts == 0 else "none"

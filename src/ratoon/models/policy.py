@@ -8,11 +8,12 @@ from transformers import PreTrainedModel
 from ratoon.models.adapters import add_adapters, load_adapters, merge_adapters, save_adapters
 from ratoon.models.attachment import attach
 from ratoon.models.base_model import FrozenBase, base_of, fingerprint_of, remember_base
-from ratoon.models.compiled import set_compile
-from ratoon.models.config import FreshModelConfig, ModelConfig, Recompute
+from ratoon.models.compiled import can_compile, set_compile
+from ratoon.models.config import Compile, FreshModelConfig, ModelConfig, Recompute
 from ratoon.models.fresh import build_fresh
 from ratoon.models.load import DTYPES, cast_weights, load_model_folder, load_policy, move
 from ratoon.models.recompute import set_recompute
+from ratoon.models.shape import model_shape
 
 
 def build_policy(
@@ -28,15 +29,17 @@ def build_policy(
     Raises UserError for whatever is wrong with the folders, as `load_policy` and `add_adapters` do.
     """
     if checkpoint is not None and config.lora is None:
-        return _load(config, str(checkpoint), gguf_file=None, device=device)
+        model = _load(config, str(checkpoint), gguf_file=None, device=device)
+        return set_compile(model, _compile(config, model))
     if config.fresh is not None:
         model, _ = build_fresh(config.fresh, seed)
         cast_weights(model, DTYPES[config.dtype])
         move(model, torch.device(device))
-        set_compile(set_recompute(attach(model, config.attention), _recompute(config)), config.compile)
+        set_recompute(attach(model, config.attention), _recompute(config))
     else:
         assert config.path is not None, "a model config has a path or is fresh"
         model = _load(config, config.path, gguf_file=config.gguf_file, device=device)
+    set_compile(model, _compile(config, model))
     if config.lora is None:
         return model
     base = FrozenBase.of(config, seed=seed, fingerprint=fingerprint_of(model))
@@ -87,6 +90,12 @@ def _recompute(config: ModelConfig) -> Recompute:
     return "none" if config.recompute == "auto" else config.recompute
 
 
+def _compile(config: ModelConfig, model: PreTrainedModel) -> Compile:
+    if config.compile == "auto" and not can_compile(model):
+        return "none"
+    return config.compile_on(model.device.type, num_experts=model_shape(model.config).num_experts)
+
+
 def _load(config: ModelConfig, path: str, *, gguf_file: str | None, device: torch.device | str) -> PreTrainedModel:
     return load_policy(
         path,
@@ -94,7 +103,6 @@ def _load(config: ModelConfig, path: str, *, gguf_file: str | None, device: torc
         device=device,
         impl=config.attention,
         recompute=_recompute(config),
-        compile=config.compile,
         gguf_file=gguf_file,
         rope_positions=config.rope_positions,
         trust_remote_code=config.trust_remote_code,
