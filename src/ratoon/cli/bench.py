@@ -99,6 +99,11 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
     planner.add_argument(
         "--max-rows", type=positive, default=32_768, metavar="T", help="rows of a microbatch; at least 26,000"
     )
+    for bench in (update, attention, planner, _add_sequence_parallel(benches), _add_prefix_once(benches)):
+        bench.add_argument("--results", type=Path, help="append rows to this .jsonl file")
+
+
+def _add_sequence_parallel(benches: "Commands[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     sequence = add_command(
         benches,
         "sequence-parallel",
@@ -108,6 +113,10 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
     )
     sequence.add_argument("--cases", type=_names, metavar="A,B", help="these cases, in place of the usual one")
     sequence.add_argument("--steps", type=positive, default=3, help="timed steps of each way, the median counts")
+    return sequence
+
+
+def _add_prefix_once(benches: "Commands[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     prefix = add_command(
         benches,
         "prefix-once",
@@ -123,8 +132,7 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
         metavar="MS",
         help="about how long the steps of one way are timed; by default 6000",
     )
-    for bench in (update, attention, planner, sequence, prefix):
-        bench.add_argument("--results", type=Path, help="append rows to this .jsonl file")
+    return prefix
 
 
 def _add_choices(parser: argparse.ArgumentParser, ours: str, timed: str, *, default_ms: int) -> None:
