@@ -1,5 +1,6 @@
 """Loss, gradient and weights of a step do not depend on sharing, on cutting, or on the number of ranks (float64)."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -83,7 +84,7 @@ def with_cut(update: Update, bins: Sequence[int], num_bins: int, num_ranks: int 
 
 
 def assigned(update: Update, assignment: Any) -> Update:
-    changed: StepPlan = replace(update.plan, assignment=assignment)
+    changed: StepPlan = replace(update.plan, assignment=assignment, kept_runs=((),) * len(assignment))
     return replace(update, plan=changed)
 
 
@@ -180,6 +181,47 @@ def test_every_way_of_cutting_five_responses(loss_mean: LossMean, share: bool):
             assert_same_outcome(found, by_hand, bins)
             num_cuts += 1
     assert num_cuts == 1 + 15 + 25 + 1
+
+
+def in_runs(update: Update, cuts: dict[int, list[list[int]]]) -> Update:
+    """cuts: the responses of each microbatch, by group. Those of one group are a kept run."""
+    microbatches = tuple(((group, tuple(chosen)),) for group, parts in cuts.items() for chosen in parts)
+    starts = np.cumsum([0, *(len(parts) for parts in cuts.values())]).tolist()
+    runs = tuple((start, stop) for start, stop in itertools.pairwise(starts) if stop - start > 1)
+    return replace(update, plan=replace(update.plan, assignment=(microbatches,), kept_runs=(runs,)))
+
+
+@pytest.mark.parametrize("loss_mean", LOSS_MEANS)
+def test_a_prompt_kept_for_its_groups_microbatches(loss_mean: LossMean):
+    """Forward once, backward once, between microbatches of other groups; one of them has nothing to score."""
+    algorithm = algorithm_of(loss_mean)
+    (update,) = plan(ragged_groups(), 1, share=True)
+    cuts = {0: [[0], [1], [2]], 2: [[0]], 1: [[1], [0]], 4: [[0]], 3: [[0, 1]]}
+    found, result = run_trainer([in_runs(update, cuts)], algorithm)
+    assert_same_outcome(found, expected(loss_mean, 1))
+    _, whole = run_trainer([update], algorithm)
+    # The group that has nothing to score is not run by itself.
+    assert result.num_rows == whole.num_rows - update.groups[4].prompt.num_tokens
+    assert result.useful_flops < whole.useful_flops < 1.2 * result.useful_flops
+
+
+@pytest.mark.parametrize("loss_mean", LOSS_MEANS)
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_kept_prompts_as_they_are_planned(loss_mean: LossMean, num_minibatches: int):
+    """At a row budget that no group fits; old log-probs go on from kept prompts too."""
+    algorithm = algorithm_of(loss_mean, num_minibatches)
+    updates = plan_updates(
+        ragged_groups(),
+        num_updates=num_minibatches,
+        num_ranks=1,
+        max_rows_per_microbatch=13,
+        cost=replace(CostModel(), seconds_per_microbatch=0.0),
+        keeps_prompts=True,
+    )
+    assert any(any(update.plan.kept_runs) for update in updates)
+    found, result = run_trainer(updates, algorithm)
+    assert_same_outcome(found, expected(loss_mean, num_minibatches))
+    assert result.num_rows <= sum(update.plan.num_rows for update in updates)
 
 
 def idle_second_rank(update: Update) -> Update:

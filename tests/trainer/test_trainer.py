@@ -137,7 +137,7 @@ def as_the_policy_draws(trainer: Trainer) -> list[RolloutGroup]:
     drawn = []
     for group in ragged_groups():
         layout = plan([group])
-        batch = trainer._microbatches(layout[0], "token")[0]
+        ((batch,),) = trainer._stretches(layout[0], "token")
         logprobs_M, _ = forward_logprobs(trainer.model, batch.layout)
         parts = np.split(logprobs_M.detach().numpy(), np.cumsum(group.response_lengths)[:-1])
         responses = [

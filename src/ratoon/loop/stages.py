@@ -106,12 +106,13 @@ def plan_updates(
     cost: CostModel,
     share_prompts: bool = True,
     ranks_meet: RanksMeet = "step",
+    keeps_prompts: bool = False,
 ) -> tuple[Update, ...]:
     """The groups dealt to `num_updates` optimizer updates, each planned over all ranks.
 
     Group i goes to update i mod num_updates, so that updates differ by at most one group; one that would have no group
     is left out. Without `share_prompts`, every response then stands as a group of its own: same updates and loss, and
-    its prompt is computed for it alone. ranks_meet: where ranks wait for one another (`plan_step`).
+    its prompt is computed for it alone. ranks_meet, keeps_prompts: as `plan_step` has them.
     """
     slices = [tuple(groups[first::num_updates]) for first in range(min(num_updates, len(groups)))]
     if not share_prompts:
@@ -125,6 +126,7 @@ def plan_updates(
                 max_rows_per_microbatch=max_rows_per_microbatch,
                 cost=cost,
                 ranks_meet=ranks_meet,
+                keeps_prompts=keeps_prompts,
             ),
         )
         for chosen in slices

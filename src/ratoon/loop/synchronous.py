@@ -27,7 +27,7 @@ from ratoon.loop.step_rollout import StepRollout, roll_out, without_truncated
 from ratoon.loop.stop_rules import StopReason, StopRules
 from ratoon.metrics import MetricsLog, read_metrics
 from ratoon.metrics.rows import MetricValue
-from ratoon.models import model_shape
+from ratoon.models import can_keep_prompts, model_shape
 from ratoon.models.sharding import refresh_copy
 from ratoon.planner import CostModel, peak_tflops
 from ratoon.rollout import RolloutEngine
@@ -390,6 +390,7 @@ class SynchronousRun:
             cost=self.cost,
             share_prompts=self.recipe.planner.share_prompts,
             ranks_meet="microbatch" if is_sharded(self.model) else "step",
+            keeps_prompts=can_keep_prompts(self.model),
         )
 
     async def _publish(self) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ratoon.models.forward import forward_logprobs
     from ratoon.models.fresh import build_fresh
     from ratoon.models.interface import attention_choices, stock_attention
-    from ratoon.models.kept_prompt import KeptPrompt
+    from ratoon.models.kept_prompt import KeptPrompt, can_keep_prompts
     from ratoon.models.load import align_eos, load_policy, load_tokenizer
     from ratoon.models.model_files import resolve_model_path
     from ratoon.models.policy import build_policy, load_merged, save_policy_adapters
@@ -48,6 +48,7 @@ _HOMES = {
     "attention_choices": "interface",
     "build_fresh": "fresh",
     "build_policy": "policy",
+    "can_keep_prompts": "kept_prompt",
     "check_sequence_parallel": "sequence_parallel",
     "check_token_ids": "preview",
     "check_vocabulary": "preview",
@@ -87,6 +88,7 @@ __all__ = [
     "attention_choices",
     "build_fresh",
     "build_policy",
+    "can_keep_prompts",
     "check_sequence_parallel",
     "check_token_ids",
     "check_vocabulary",

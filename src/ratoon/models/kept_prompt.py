@@ -22,6 +22,16 @@ from ratoon.models.interface import attachment_of
 from ratoon.models.kept_keys import KeptKeys, leaf_of
 
 
+def can_keep_prompts(model: PreTrainedModel) -> bool:
+    """Whether `KeptPrompt.keep` takes the model."""
+    attachment = attachment_of(model)
+    if is_sharded(model) or attachment.sequence_group is not None:
+        return False
+    classes = tuple({call.module_class for call in attachment.calls})
+    layers = [getattr(module, "layer_idx", None) for module in model.modules() if isinstance(module, classes)]
+    return len(set(layers)) == len(layers) and all(isinstance(layer, int) for layer in layers)
+
+
 class KeptPrompt:
     """What `forward_logprobs(..., kept=...)` goes on from. Make it with `keep`.
 

@@ -14,7 +14,7 @@ from ratoon.algorithms.config import LossMean
 from ratoon.layout.packed_layout import PackedLayout
 from ratoon.layout.packing import pack_groups
 from ratoon.planner.plan import PartAssignment, StepPlan
-from ratoon.types.rollouts import Response, RolloutGroup, SampledSupport
+from ratoon.types.rollouts import Prompt, Response, RolloutGroup, SampledSupport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,6 +45,12 @@ class Microbatch:
 
     old_logprobs_M: Tensor | None = None
     """[M] on the model's device. None: the policy itself is the old one (a first and only update)."""
+
+    @property
+    def prompt_layout(self) -> PackedLayout:
+        """The first group's prompt alone, nothing scored."""
+        token_ids = self.layout.token_ids_T[: self.layout.segment_offsets[1]]
+        return pack_groups([RolloutGroup(Prompt("prompt", token_ids), ())])
 
 
 def build_microbatch(

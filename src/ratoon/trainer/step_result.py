@@ -143,6 +143,14 @@ class StepTotals:
             self.num_corrected += objective.correction.num_corrected
             self.correction += objective.correction.sum_factor
 
+    def leave_out_prompts(self, count: int, num_rows: int, flops: float) -> None:
+        """Prompts that `add` counted with their microbatches, and that were not computed for them.
+
+        num_rows, flops: of one.
+        """
+        self.num_rows -= count * num_rows
+        self.useful_flops -= count * flops
+
     def over_ranks(self, data_parallel: DataParallel) -> dict[str, float]:
         """Every total as a number, the same on every rank. Waits for the device and for the other ranks."""
         names = [field.name for field in fields(self)]

@@ -19,12 +19,16 @@ from ratoon.algorithms.objective import ScoredTokens, microbatch_objective
 from ratoon.algorithms.sequences import sequence_sums
 from ratoon.attention.transfer import to_device
 from ratoon.distributed import DataParallel, is_sharded
-from ratoon.models import forward_logprobs, has_adapters, model_shape
+from ratoon.layout import PackedLayout
+from ratoon.models import KeptPrompt, forward_logprobs, has_adapters, model_shape
 from ratoon.planner import useful_flops
 from ratoon.trainer.microbatch import Microbatch, Update, build_microbatch
 from ratoon.trainer.optimizer import MasterOptimizer
 from ratoon.trainer.reference import ReferenceScore
 from ratoon.trainer.step_result import StepResult, StepTotals
+
+Stretch = tuple[Microbatch, ...]
+"""One microbatch, or several of one group that go on from one pass of its prompt (`StepPlan.kept_runs`)."""
 
 
 class Trainer:
@@ -67,14 +71,14 @@ class Trainer:
         started = time.perf_counter()
         self._check(updates)
         self._begin()
-        batches = [self._microbatches(update, self.algorithm.loss_mean) for update in updates]
+        batches = [self._stretches(update, self.algorithm.loss_mean) for update in updates]
         if len(updates) > 1:  # otherwise the old policy is the current one and costs no pass
-            batches = [[self._with_old_logprobs(batch) for batch in microbatches] for microbatches in batches]
+            batches = [[self._with_old_logprobs(stretch) for stretch in stretches] for stretches in batches]
         totals = StepTotals.zeros(self.device)
         grad_norms: list[float] = []
-        for microbatches in batches:
-            for batch in microbatches:
-                self._backward(batch, totals)
+        for stretches in batches:
+            for stretch in stretches:
+                self._backward_stretch(stretch, totals)
             grad_norms.append(self._apply(learning_rate))
         return totals.result(
             self.data_parallel,
@@ -89,7 +93,8 @@ class Trainer:
         """One update of cross-entropy on the responses' tokens. Returns nats per token before it."""
         self._begin()
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in self._microbatches(update, "token"):
+        assert not any(update.plan.kept_runs), "the supervised stage has one response a prompt, and keeps none"
+        for (batch,) in self._stretches(update, "token"):
             if batch.layout.num_scored == 0:
                 self._stand_by(batch)
                 continue
@@ -153,23 +158,48 @@ class Trainer:
         self.model.train()
         self.optimizer.clear()
 
-    def _microbatches(self, update: Update, loss_mean: LossMean) -> list[Microbatch]:
-        planned = update.plan.assignment[self.data_parallel.rank]
-        return [
+    def _stretches(self, update: Update, loss_mean: LossMean) -> list[Stretch]:
+        rank = self.data_parallel.rank
+        batches = [
             build_microbatch(update, parts, loss_mean=loss_mean, max_response_tokens=self.max_response_tokens)
-            for parts in planned
+            for parts in update.plan.assignment[rank]
         ]
+        bounds = dict(update.plan.kept_runs[rank])
+        stretches: list[Stretch] = []
+        while (start := sum(map(len, stretches))) < len(batches):
+            stretches.append(tuple(batches[start : bounds.get(start, start + 1)]))
+        return stretches
+
+    def _keep_prompt(self, stretch: Stretch) -> KeptPrompt | None:
+        """The pass of the prompt that several microbatches go on from."""
+        return KeptPrompt.keep(self.model, stretch[0].prompt_layout.token_ids_T) if len(stretch) > 1 else None
 
     @torch.no_grad()
-    def _with_old_logprobs(self, batch: Microbatch) -> Microbatch:
-        old_logprobs_M, _ = forward_logprobs(self.model, batch.layout, self.temperature, support=batch.support)
-        return replace(batch, old_logprobs_M=old_logprobs_M)
+    def _with_old_logprobs(self, stretch: Stretch) -> Stretch:
+        kept = self._keep_prompt(stretch)
+        return tuple(replace(batch, old_logprobs_M=self._logprobs(batch, kept)[0]) for batch in stretch)
+
+    def _logprobs(self, batch: Microbatch, kept: KeptPrompt | None) -> tuple[Tensor, Tensor]:
+        return forward_logprobs(self.model, batch.layout, self.temperature, support=batch.support, kept=kept)
 
     def _reference_logprobs(self, batch: Microbatch) -> Tensor:
         assert self.reference is not None, "a KL penalty needs a reference model"
         return self.reference(batch.layout, batch.support)
 
-    def _backward(self, batch: Microbatch, totals: StepTotals) -> None:
+    def _backward_stretch(self, stretch: Stretch, totals: StepTotals) -> None:
+        """Adds the gradient of one microbatch, or of several whose prompt goes forward and backward once."""
+        kept = self._keep_prompt(stretch)
+        for batch in stretch:
+            self._backward(batch, totals, kept)
+            if kept is not None:
+                kept.add_gradients()
+        if kept is not None:
+            kept.backward()
+            self.optimizer.accumulate()
+            num_counted = sum(batch.layout.num_scored > 0 for batch in stretch)
+            totals.leave_out_prompts(num_counted - 1, kept.num_rows, self._flops(stretch[0].prompt_layout))
+
+    def _backward(self, batch: Microbatch, totals: StepTotals, kept: KeptPrompt | None = None) -> None:
         """Adds the microbatch's gradient. One without scored tokens has none."""
         # Before the policy's pass: the reference may be the same model in another state.
         ref_logprobs_M = self._reference_logprobs(batch) if self.algorithm.kl_in == "loss" else None
@@ -177,7 +207,7 @@ class Trainer:
             self._stand_by(batch)
             return
         assert batch.advantages_M is not None, "groups need advantages before a policy update"
-        logprobs_M, entropy_M = forward_logprobs(self.model, batch.layout, self.temperature, support=batch.support)
+        logprobs_M, entropy_M = self._logprobs(batch, kept)
         rollout_logprobs_M = batch.rollout_logprobs_M
         tokens = ScoredTokens(
             policy_logprobs_M=logprobs_M,
@@ -193,8 +223,10 @@ class Trainer:
         result = microbatch_objective(self.algorithm, tokens)
         result.loss.backward()
         self.optimizer.accumulate()
-        flops = useful_flops(self.shape, batch.layout, trains_weights=self.trains_weights)
-        totals.add(batch.layout, flops, result, entropy_M)
+        totals.add(batch.layout, self._flops(batch.layout), result, entropy_M)
+
+    def _flops(self, layout: PackedLayout) -> float:
+        return useful_flops(self.shape, layout, trains_weights=self.trains_weights)
 
     def _stand_by(self, idle: Microbatch) -> None:
         """Has nothing to score, and takes part where the other ranks' passes wait for this one's."""
