@@ -49,7 +49,7 @@ place, and a sum that is left out, by about 1."""
 
 _VARIANT = "auto/full/none"
 _SEED = 0
-_NEARLY_EQUAL_SUMS = ("q_proj", "k_proj", "q_norm", "k_norm")
+NEARLY_EQUAL_SUMS = ("q_proj", "k_proj", "q_norm", "k_norm")
 """Their gradients say little at full size: with random weights they are differences of nearly equal sums."""
 
 
@@ -177,7 +177,7 @@ class _PackRun:
         gaps = self._gaps(expected)
         speedup = alone.steps.median_s / together.steps.median_s
         say(f"  {self.group.size} ranks   {together.steps.median_s:.4g} s, {speedup:.3f} times as fast")
-        says_much = [gap for name, gap in gaps.items() if not any(part in name for part in _NEARLY_EQUAL_SUMS)]
+        says_much = [gap for name, gap in gaps.items() if not any(part in name for part in NEARLY_EQUAL_SUMS)]
         _refuse_over(max(says_much), FULL_SIZE_GAP, "at full size")
         found = {
             "speedup": speedup,

@@ -214,6 +214,7 @@ def _forecast_step(
             num_ranks=num_ranks,
             max_rows_per_microbatch=recipe.planner.max_rows_per_microbatch,
             cost=flops,
+            keeps_prompts=not cuts_model(recipe, num_ranks),
         )
         plans.append((chosen, plan))
     num_rows = sum(plan.num_rows for _, plan in plans)
@@ -249,12 +250,18 @@ def _singles(group: GroupShape) -> list[GroupShape]:
 
 
 def _planned_flops(groups: Sequence[GroupShape], plan: StepPlan, flops: CostModel) -> float:
-    return sum(
+    of_parts = sum(
         flops.part_s(groups[index].num_prompt_tokens, [groups[index].response_lengths[i] for i in responses])
         for rank in plan.assignment
         for microbatch in rank
         for index, responses in microbatch
     )
+    kept = sum(
+        (stop - start - 1) * float(flops.prompt_s(groups[rank[start][0][0]].num_prompt_tokens))
+        for rank, runs in zip(plan.assignment, plan.kept_runs, strict=True)
+        for start, stop in runs
+    )
+    return of_parts - kept
 
 
 def _largest_rows(groups: Sequence[GroupShape], plan: StepPlan) -> int:
