@@ -23,7 +23,7 @@ from ratoon.bench.policy_update.check import (
 from ratoon.bench.policy_update.microbatches import Microbatch, alone_groups, attending, kernels_of, pack_update
 from ratoon.bench.policy_update.random_model import build_model
 from ratoon.bench.policy_update.tables import LABEL_WIDTH, case_line, measured_line
-from ratoon.bench.policy_update.timing import Steps, seconds_of, time_steps
+from ratoon.bench.policy_update.timing import Steps, gpu_idle_fraction, seconds_of, time_steps
 from ratoon.bench.policy_update.variants import OUR_VARIANTS, PEER_VARIANTS, Variant
 from ratoon.bench.rows import BenchRow, append_rows, device_name
 from ratoon.layout import pack_groups
@@ -125,12 +125,15 @@ class _CaseRun:
                 torch.cuda.reset_peak_memory_stats(self.device)
             first_s, full_size_gap = self._checked_step(microbatches)
             steps = time_steps(first_s, lambda: self._step(microbatches)[0], self.budget_s)
+            is_gpu = self.device.type == "cuda"
+            idle = gpu_idle_fraction(lambda: self._step(microbatches)) if is_gpu else None
         gaps = {
             "slice_logprob_gap": slice_gaps[LOGPROBS],
             "slice_gradient_gap": max(gap for kind, gap in slice_gaps.items() if kind != LOGPROBS),
             "full_size_gradient_gap": full_size_gap,
         }
-        return self._row(variant, microbatches, steps, {"first_call_s": first_call_s, **gaps})
+        more = {"first_call_s": first_call_s, "gpu_idle_fraction": idle, **gaps}
+        return self._row(variant, microbatches, steps, more)
 
     def clear(self) -> None:
         """Frees what a variant left, compiled code too."""

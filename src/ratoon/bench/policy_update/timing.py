@@ -1,11 +1,15 @@
 """How long a step takes."""
 
+import json
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 _MIN_STEPS = 2
 _MAX_STEPS = 12
@@ -41,3 +45,31 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     end.record()
     torch.cuda.synchronize(device)
     return start.elapsed_time(end) / 1e3
+
+
+def gpu_idle_fraction(step: Callable[[], object]) -> float:
+    """Part of the time from a step's first kernel to the end of its last in which no kernel and no copy ran."""
+    torch.cuda.synchronize()
+    # Without the host's own events, whose recording would keep it from being ahead.
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        trace.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    on_gpu = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    return idle_fraction((event["ts"], event["ts"] + event["dur"]) for event in on_gpu)
+
+
+def idle_fraction(spans: Iterable[tuple[float, float]]) -> float:
+    """Of spans (start, end) that may overlap: the part between the first start and the last end that none covers."""
+    ordered = sorted(spans)
+    if not ordered:
+        return 0.0
+    first = covered_to = ordered[0][0]
+    busy = 0.0
+    for start, end in ordered:
+        busy += max(end - max(start, covered_to), 0.0)
+        covered_to = max(covered_to, end)
+    return 1.0 - busy / max(covered_to - first, 1e-9)
