@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -215,7 +216,7 @@ class _ScalingRun:
 
     def _pack(self, groups: Sequence[RolloutGroup], variant: Variant) -> Microbatch:
         (microbatch,) = pack_update(groups, variant, len(groups), self.device)
-        return replace(microbatch, pack=_InRoot(pack=microbatch.pack))
+        return in_root(microbatch)
 
     def _set(self, model: PreTrainedModel, variant: Variant) -> PreTrainedModel:
         return set_compile(set_recompute(model, variant.recompute), variant.compile, backend=self.compile_backend)
@@ -246,7 +247,7 @@ class _ScalingRun:
     def _run_alone(self, model: PreTrainedModel, microbatch: Microbatch, variant: Variant, num_steps: int) -> _Alone:
         """Leaves the model without gradients and not compiled."""
         timed = self._time(self._set(model, variant), microbatch, num_steps)
-        grads = _summed_gradients(model, _compared(model))
+        grads = {name: grad.to("cpu") for name, grad in _summed_gradients(model, _compared(model)).items()}
         model.zero_grad(set_to_none=True)
         set_compile(model, "none")
         torch.compiler.reset()  # graphs know the class of a layer, which sharding changes
@@ -285,7 +286,7 @@ class _ScalingRun:
                 continue
             gaps[name] = math.inf
             if parameter.grad is not None:
-                grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+                grad = whole(parameter.grad)
                 wanted = expected[name].to(grad)
                 gap = float((grad - wanted).norm() / wanted.norm())
                 gaps[name] = gap if math.isfinite(gap) else math.inf
@@ -340,6 +341,16 @@ class _ScalingRun:
         )
 
 
+def in_root(microbatch: Microbatch) -> Microbatch:
+    """The same work, for a model that may be sharded."""
+    return replace(microbatch, pack=_InRoot(pack=microbatch.pack))
+
+
+def whole(grad: Tensor) -> Tensor:
+    """Of all ranks' parts, which must all call it; a gradient that is not cut is returned as it is."""
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
 @contextmanager
 def _process_group(ranks: DataParallel, device: torch.device) -> Iterator[None]:
     """A rank by itself has none, and sharding asks for one."""
@@ -347,7 +358,7 @@ def _process_group(ranks: DataParallel, device: torch.device) -> Iterator[None]:
         yield
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
@@ -369,7 +380,7 @@ def _compared(model: PreTrainedModel) -> list[str]:
 
 @torch.no_grad()
 def _summed_gradients(model: PreTrainedModel, names: Sequence[str]) -> dict[str, Tensor]:
-    """Over ranks, in float32 at least, on the host."""
+    """Over ranks, in float32 at least."""
     found: dict[str, Tensor] = {}
     parameters = dict(model.named_parameters())
     for name in names:
@@ -378,7 +389,7 @@ def _summed_gradients(model: PreTrainedModel, names: Sequence[str]) -> dict[str,
         # A tensor of its own: the gradient is as this rank had it.
         total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
         dist.all_reduce(total)
-        found[name] = total.to("cpu")
+        found[name] = total
     return found
 
 

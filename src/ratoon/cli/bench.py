@@ -50,8 +50,18 @@ example:
 
 A group of 64 long responses that fits no microbatch, its prompt computed once; a tiny one where there is no GPU.
 """
+_WEAK_SCALING_EXAMPLE = """\
+example:
+  torchrun --nproc-per-node 2 -m ratoon.cli.main bench weak-scaling \\
+    --results benchmarks/results/weak_scaling.jsonl
+  torchrun --nproc-per-node 2 -m ratoon.cli.main bench weak-scaling --ways full/layers/keep/1,selective/layers/reshard/2
+
+The update of one group on each GPU by itself, and with the model cut over all of them (RECOMPUTE/COMPILE/reshard or
+keep/PREFETCH); a tiny one where there is no GPU.
+"""
 _EXAMPLE = _POLICY_UPDATE_EXAMPLE + _ATTENTION_EXAMPLE.partition("\n")[2] + _PLANNER_EXAMPLE.partition("\n")[2]
 _EXAMPLE += _SEQUENCE_PARALLEL_EXAMPLE.partition("\n")[2] + _PREFIX_ONCE_EXAMPLE.partition("\n")[2]
+_EXAMPLE += _WEAK_SCALING_EXAMPLE.partition("\n")[2]
 
 
 def register(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -60,7 +70,9 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
         commands, "bench", "measure a part against its peers in one process", example=_EXAMPLE, run=_policy_update
     )
     benches = parser.add_subparsers(
-        dest="bench", required=True, metavar="{policy-update,attention,planner,sequence-parallel,prefix-once}"
+        dest="bench",
+        required=True,
+        metavar="{policy-update,attention,planner,sequence-parallel,prefix-once,weak-scaling}",
     )
     update = add_command(
         benches,
@@ -99,7 +111,8 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
     planner.add_argument(
         "--max-rows", type=positive, default=32_768, metavar="T", help="rows of a microbatch; at least 26,000"
     )
-    for bench in (update, attention, planner, _add_sequence_parallel(benches), _add_prefix_once(benches)):
+    long_packs = _add_sequence_parallel(benches), _add_prefix_once(benches)
+    for bench in (update, attention, planner, *long_packs, _add_weak_scaling(benches)):
         bench.add_argument("--results", type=Path, help="append rows to this .jsonl file")
 
 
@@ -133,6 +146,20 @@ def _add_prefix_once(benches: "Commands[argparse.ArgumentParser]") -> argparse.A
         help="about how long the steps of one way are timed; by default 6000",
     )
     return prefix
+
+
+def _add_weak_scaling(benches: "Commands[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    scaling = add_command(
+        benches,
+        "weak-scaling",
+        "time the update of one group on each GPU by itself and with the model cut over all, after comparing gradients",
+        example=_WEAK_SCALING_EXAMPLE,
+        run=_weak_scaling,
+    )
+    scaling.add_argument("--cases", type=_names, metavar="A,B", help="these cases, in place of the usual one")
+    scaling.add_argument("--ways", type=_names, metavar="A,B", help="these ways, in place of the usual one")
+    scaling.add_argument("--steps", type=positive, default=3, help="timed steps of each way, the median counts")
+    return scaling
 
 
 def _add_choices(parser: argparse.ArgumentParser, ours: str, timed: str, *, default_ms: int) -> None:
@@ -245,6 +272,32 @@ def _sequence_parallel(known: argparse.Namespace, _: Sequence[str]) -> int:
         outcome = bench_sequence_parallel(
             ranks,
             cases=known.cases,
+            num_steps=known.steps,
+            command=_command_line(f"torchrun --nproc-per-node {ranks.world_size} -m ratoon.cli.main"),
+            results=known.results,
+            say=_say,
+        )
+    finally:
+        ranks.close()
+    return 1 if outcome.failed else 0
+
+
+def _weak_scaling(known: argparse.Namespace, _: Sequence[str]) -> int:
+    """Runs the benchmark on all ranks that torchrun started. Exits 1 where gradients differ."""
+    import torch
+
+    from ratoon.bench.rows import check_results
+    from ratoon.bench.weak_scaling import bench_weak_scaling
+    from ratoon.distributed import from_environment
+
+    ranks = from_environment("cuda" if torch.cuda.is_available() else "cpu", timeout_s=900)
+    try:
+        if ranks.is_main:
+            check_results(known.results)
+        outcome = bench_weak_scaling(
+            ranks,
+            cases=known.cases,
+            ways=known.ways,
             num_steps=known.steps,
             command=_command_line(f"torchrun --nproc-per-node {ranks.world_size} -m ratoon.cli.main"),
             results=known.results,
