@@ -15,9 +15,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ratoon.algorithms import AlgorithmConfig
-from ratoon.distributed import DataParallel, clip_gradients, full_weights, is_sharded, single_process
+from ratoon.distributed import (
+    DataParallel,
+    SequenceGroup,
+    clip_gradients,
+    full_weights,
+    is_sharded,
+    single_process,
+)
 from ratoon.loop.stages import plan_updates
-from ratoon.models import attach
+from ratoon.models import attach, set_sequence_parallel
 from ratoon.models.sharding import refresh_copy, sampling_copy, shard_policy
 from ratoon.planner import CostModel
 from ratoon.trainer import MasterOptimizer, StepResult, Trainer, Update, frozen_reference
@@ -73,12 +80,17 @@ def plan(case: Case, num_updates: int, num_ranks: int) -> Sequence[Update]:
     )
 
 
-def make_trainer(case: Case, ranks: DataParallel, dtype: torch.dtype = torch.float64) -> Trainer:
-    model, other = (attach(tiny_model(tied=False, dtype=dtype, seed=seed)) for seed in (0, 1))
-    if ranks.world_size > 1:
+def make_trainer(
+    case: Case, ranks: DataParallel, *, is_cut: bool | None = None, group: SequenceGroup | None = None
+) -> Trainer:
+    """is_cut: None where there are several ranks. group: those that hold each microbatch together."""
+    models = [attach(tiny_model(tied=False, dtype=torch.float64, seed=seed)) for seed in (0, 1)]
+    model, other = (set_sequence_parallel(each, group) for each in models)
+    is_cut = ranks.world_size > 1 if is_cut is None else is_cut
+    if is_cut:
         shard_policy(model)
         shard_policy(other.requires_grad_(False))
-    clip = partial(clip_gradients, model) if ranks.world_size > 1 else None
+    clip = partial(clip_gradients, model) if is_cut else None
     optimizer = MasterOptimizer(model.parameters(), learning_rate=1.0, weight_decay=0.1, betas=(0.9, 0.95), clip=clip)
     algorithm = AlgorithmConfig(**case.settings)
     return Trainer(
@@ -97,18 +109,19 @@ def weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in full_weights(model)}
 
 
-def run(case: Case, ranks: DataParallel) -> dict[str, Any]:
+def run(
+    case: Case, ranks: DataParallel, *, is_cut: bool | None = None, group: SequenceGroup | None = None
+) -> dict[str, Any]:
     """Two supervised updates, two steps, and the divergences in between."""
-    trainer = make_trainer(case, ranks)
+    trainer = make_trainer(case, ranks, is_cut=is_cut, group=group)
     found: dict[str, Any] = {"kl": []}
-    (whole,) = plan(case, 1, ranks.world_size)
+    num_data_ranks = trainer.sequence_group.num_data_ranks
+    (whole,) = plan(case, 1, num_data_ranks)
     found["supervised"] = [trainer.supervised_step(whole, learning_rate=0.01) for _ in range(2)]
     found["after supervised"] = weights(trainer.model)
     results: list[StepResult] = []
     for _ in range(2):
-        results.append(
-            trainer.step(plan(case, trainer.algorithm.num_minibatches, ranks.world_size), learning_rate=0.01)
-        )
+        results.append(trainer.step(plan(case, trainer.algorithm.num_minibatches, num_data_ranks), learning_rate=0.01))
         if trainer.algorithm.needs_reference:
             found["kl"] += [torch.from_numpy(kl_N) for kl_N in trainer.kl_to_reference(whole)]
     found["results"] = [

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ratoon.models.preview import ModelPreview, check_token_ids, check_vocabulary, preview_model
     from ratoon.models.recompute import set_recompute
     from ratoon.models.rope import fix_rope
-    from ratoon.models.sequence_parallel import check_sequence_parallel, set_sequence_parallel
+    from ratoon.models.sequence_parallel import check_sequence_parallel, sequence_group_of, set_sequence_parallel
     from ratoon.models.shape import model_shape
 
 _HOMES = {
@@ -67,6 +67,7 @@ _HOMES = {
     "save_policy_adapters": "policy",
     "set_compile": "compiled",
     "set_recompute": "recompute",
+    "sequence_group_of": "sequence_parallel",
     "set_sequence_parallel": "sequence_parallel",
     "stock_attention": "interface",
 }
@@ -105,6 +106,7 @@ __all__ = [
     "read_adapters",
     "resolve_model_path",
     "save_policy_adapters",
+    "sequence_group_of",
     "set_compile",
     "set_recompute",
     "set_sequence_parallel",

@@ -51,6 +51,11 @@ def set_sequence_parallel(model: PreTrainedModel, group: SequenceGroup | None) -
     return model
 
 
+def sequence_group_of(model: PreTrainedModel) -> SequenceGroup | None:
+    """The ranks that hold each layout of an attached model together; None: each rank holds its own."""
+    return attachment_of(model).sequence_group
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredShare:
     """The scored tokens of one rank: an equal part in the layout's order, whichever ranks have their rows.

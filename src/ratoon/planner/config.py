@@ -9,7 +9,8 @@ class PlannerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     max_rows_per_microbatch: int = Field(default=32_768, ge=1)
-    """Token slots in one forward pass of one data-parallel rank, padding included; a shared prompt counts once."""
+    """Token slots in one forward pass of one process, or of the `trainer.sequence_parallel` processes that make it
+    together; padding included, a shared prompt counts once."""
 
     share_prompts: bool = True
     """Store each prompt once for all its responses in a microbatch; false repeats it for every response (for

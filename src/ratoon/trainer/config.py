@@ -44,6 +44,11 @@ class TrainerConfig(BaseModel):
     layer, and beside it the whole model to sample from; `none`, each the whole. `auto`: `full`, but `none` with
     `model.lora`. One process holds the whole in any case."""
 
+    sequence_parallel: int = Field(default=1, ge=1)
+    """How many processes hold each microbatch together (Ulysses), each a part of its rows, and in attention a part of
+    the heads: for packs that one GPU has no room for. It divides the number of processes and the model's attention
+    heads; neighbours share, so that the processes of one host should be a multiple of it."""
+
     rank_timeout_s: float = Field(default=1800.0, gt=0, allow_inf_nan=False)
     """How long one process waits for another before the run ends: longer than the rollouts of two can differ, and than
     scoring and writing a checkpoint take."""

@@ -151,6 +151,11 @@ class StepTotals:
         self.num_rows -= count * num_rows
         self.useful_flops -= count * flops
 
+    def forget(self) -> None:
+        """Back to zero, where another rank counts the same microbatches."""
+        for field in fields(self):
+            getattr(self, field.name).zero_()
+
     def over_ranks(self, data_parallel: DataParallel) -> dict[str, float]:
         """Every total as a number, the same on every rank. Waits for the device and for the other ranks."""
         names = [field.name for field in fields(self)]

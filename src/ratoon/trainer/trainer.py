@@ -18,9 +18,9 @@ from ratoon.algorithms.losses import supervised_loss
 from ratoon.algorithms.objective import ScoredTokens, microbatch_objective
 from ratoon.algorithms.sequences import sequence_sums
 from ratoon.attention.transfer import to_device
-from ratoon.distributed import DataParallel, is_sharded
+from ratoon.distributed import DataParallel, SequenceGroup, is_sharded
 from ratoon.layout import PackedLayout
-from ratoon.models import KeptPrompt, forward_logprobs, has_adapters, model_shape
+from ratoon.models import KeptPrompt, forward_logprobs, has_adapters, model_shape, sequence_group_of
 from ratoon.planner import useful_flops
 from ratoon.trainer.microbatch import Microbatch, Update, build_microbatch
 from ratoon.trainer.optimizer import MasterOptimizer
@@ -33,6 +33,9 @@ Stretch = tuple[Microbatch, ...]
 
 class Trainer:
     """Owns the model's optimizer. Every rank calls every method with the same updates.
+
+    Updates are planned for `sequence_group.num_data_ranks` ranks: those that hold each microbatch of the model together
+    (`set_sequence_parallel`, before) are one of them.
 
     reference: scores the model that a KL penalty keeps the policy near; needed where `algorithm.needs_reference`.
     max_response_tokens: the run's limit, which `algorithm.loss_mean` "constant" divides by.
@@ -56,6 +59,9 @@ class Trainer:
         self.temperature = temperature
         self.max_grad_norm = max_grad_norm
         self.data_parallel = data_parallel
+        self.sequence_group = sequence_group_of(model) or SequenceGroup(
+            rank=0, size=1, data_rank=data_parallel.rank, num_data_ranks=data_parallel.world_size
+        )
         self.reference = reference
         self.max_response_tokens = max_response_tokens
         self.shape = model_shape(model.config)
@@ -80,6 +86,8 @@ class Trainer:
             for stretch in stretches:
                 self._backward_stretch(stretch, totals)
             grad_norms.append(self._apply(learning_rate))
+        if not self.sequence_group.is_first:
+            totals.forget()
         return totals.result(
             self.data_parallel,
             self.algorithm,
@@ -104,7 +112,8 @@ class Trainer:
             self.optimizer.accumulate()
             loss += microbatch_loss.detach()
         self._apply(learning_rate)
-        return self.data_parallel.all_reduce_sums({"loss": loss.item()})["loss"]
+        counted = loss.item() if self.sequence_group.is_first else 0.0
+        return self.data_parallel.all_reduce_sums({"loss": counted})["loss"]
 
     @torch.no_grad()
     def kl_to_reference(self, update: Update) -> tuple[NDArray[np.float64], ...]:
@@ -117,11 +126,11 @@ class Trainer:
         was_training = self.model.training
         self.model.eval()
         found = [np.zeros(group.group_size) for group in update.groups]
-        for parts in update.plan.assignment[self.data_parallel.rank]:
+        for parts in update.plan.assignment[self._data_rank(update)]:
             sequences = [(group, response) for group, chosen in parts for response in chosen]
             batch = build_microbatch(update, parts, loss_mean="token")
             for (group, response), kl in zip(sequences, self._kl_of_sequences(batch), strict=True):
-                found[group][response] = kl
+                found[group][response] = kl if self.sequence_group.is_first else 0.0
         self.model.train(was_training)
         named = {f"{group}/{index}": kl for group, kl_N in enumerate(found) for index, kl in enumerate(kl_N.tolist())}
         summed = self.data_parallel.all_reduce_sums(named)  # each stands on one rank; the others hold 0
@@ -159,7 +168,7 @@ class Trainer:
         self.optimizer.clear()
 
     def _stretches(self, update: Update, loss_mean: LossMean) -> list[Stretch]:
-        rank = self.data_parallel.rank
+        rank = self._data_rank(update)
         batches = [
             build_microbatch(update, parts, loss_mean=loss_mean, max_response_tokens=self.max_response_tokens)
             for parts in update.plan.assignment[rank]
@@ -169,6 +178,14 @@ class Trainer:
         while (start := sum(map(len, stretches))) < len(batches):
             stretches.append(tuple(batches[start : bounds.get(start, start + 1)]))
         return stretches
+
+    def _data_rank(self, update: Update) -> int:
+        """Whose microbatches of the plan this rank computes, by itself or with others."""
+        group = self.sequence_group
+        assert update.plan.num_ranks == group.num_data_ranks, (
+            f"an update planned for {update.plan.num_ranks} ranks, where {group.num_data_ranks} have microbatches"
+        )
+        return group.data_rank
 
     def _keep_prompt(self, stretch: Stretch) -> KeptPrompt | None:
         """The pass of the prompt that several microbatches go on from."""
