@@ -42,14 +42,14 @@ SHAPE = ModelShape(
 needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 
 
-def make_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
+def make_model(family: str, dtype: torch.dtype, *, num_kv_heads: int = SHAPE.num_kv_heads) -> PreTrainedModel:
     sizes: dict[str, Any] = {
         "vocab_size": SHAPE.vocab_size,
         "hidden_size": SHAPE.hidden_size,
         "intermediate_size": SHAPE.intermediate_size,
         "num_hidden_layers": SHAPE.num_layers,
         "num_attention_heads": SHAPE.num_heads,
-        "num_key_value_heads": SHAPE.num_kv_heads,
+        "num_key_value_heads": num_kv_heads,
         "head_dim": SHAPE.head_dim,
     }
     torch.manual_seed(0)

@@ -6,9 +6,15 @@ left out.
 
 Compiled layers keep less: torch.compile computes norms and the MLP's activation function again, from what products
 leave, and never writes their float32 copies. That too is what autograd said, of Llama and Qwen3.
+
+Where ranks share a pass (`MicrobatchSize.num_sharers`), attention keeps its output by heads beside the one by rows that
+the next product reads, and key and value heads that go to several ranks once for each.
 """
 
-# Shape letters: T rows, M scored tokens, H heads, D head dim, C channels, I width of the MLP, K experts per token.
+# Shape letters: T rows, M scored tokens, U ranks that share a pass, H query heads, Hkv key and value heads, D head dim,
+# C channels, I width of the MLP, K experts per token.
+
+from math import gcd
 
 from ratoon.planner.memory_sizes import MicrobatchSize
 from ratoon.types.model_shape import ModelShape
@@ -45,7 +51,7 @@ def layer_scratch_bytes(shape: ModelShape, microbatch: MicrobatchSize, dtype_byt
     """
     b = dtype_bytes
     mlp = _mlp_bytes(shape, microbatch, b) + _norm_bytes(shape, shape.hidden_size, microbatch, b)
-    in_mlp, in_attention = _mlp_gradients(shape, b), _attention_gradients(shape, b, on_cuda=on_cuda)
+    in_mlp, in_attention = _mlp_gradients(shape, b), _attention_gradients(shape, microbatch, b, on_cuda=on_cuda)
     match microbatch.recompute:
         case "none":
             most = max(in_mlp, in_attention - mlp)
@@ -67,7 +73,7 @@ def _kept_of_layer(shape: ModelShape, microbatch: MicrobatchSize, b: int) -> int
             qk_inputs = _head_widths(shape) * b if microbatch.has_qk_norm else 0
             adapters = _ATTENTION_PARTS * microbatch.adapter_rank * b
             residuals = (3 if _is_fused(shape, microbatch) else 4) * C * b
-            return _attention_bytes(shape, b) + residuals + qk_inputs + adapters
+            return _attention_bytes(shape, microbatch, b) + residuals + qk_inputs + adapters
         case "full":
             return C * b
 
@@ -75,7 +81,7 @@ def _kept_of_layer(shape: ModelShape, microbatch: MicrobatchSize, b: int) -> int
 def _whole_layer(shape: ModelShape, microbatch: MicrobatchSize, b: int) -> int:
     """Of one row, where nothing is computed again."""
     adapters = (_ATTENTION_PARTS + _MLP_PARTS) * microbatch.adapter_rank * b
-    kept = _attention_bytes(shape, b) + adapters + _mlp_bytes(shape, microbatch, b)
+    kept = _attention_bytes(shape, microbatch, b) + adapters + _mlp_bytes(shape, microbatch, b)
     kept += 2 * _norm_bytes(shape, shape.hidden_size, microbatch, b)
     if microbatch.has_qk_norm:
         heads = _head_widths(shape)
@@ -89,9 +95,18 @@ def _head_widths(shape: ModelShape) -> int:
     return shape.head_dim * (shape.num_heads + shape.num_kv_heads)
 
 
-def _attention_bytes(shape: ModelShape, b: int) -> int:
-    """q, k, v, out, and the log-sum-exp."""
-    return 2 * _head_widths(shape) * b + 4 * shape.num_heads
+def _attention_bytes(shape: ModelShape, microbatch: MicrobatchSize, b: int) -> int:
+    """q, k, v, out, and the log-sum-exp; of a shared pass also out by rows."""
+    by_rows = 0 if microbatch.num_sharers == 1 else shape.num_heads * shape.head_dim * b
+    return _attended_widths(shape, microbatch) * b + shape.num_heads * (shape.head_dim * b + 4) + by_rows
+
+
+def _attended_widths(shape: ModelShape, microbatch: MicrobatchSize) -> int:
+    """Of q, k and v as attention has them, in elements a row."""
+    U, H, Hkv = microbatch.num_sharers, shape.num_heads, shape.num_kv_heads
+    # A rank has one kv head for each of the longest runs of query heads that read one and lie on one rank.
+    kv_heads = Hkv if U == 1 else H // gcd(H // U, H // Hkv)
+    return shape.head_dim * (H + 2 * kv_heads)
 
 
 def _is_fused(shape: ModelShape, microbatch: MicrobatchSize) -> bool:
@@ -118,8 +133,13 @@ def _mlp_gradients(shape: ModelShape, b: int) -> int:
     return b * (_MLP_GRADIENTS * K * shape.intermediate_size + _RESIDUAL_GRADIENTS * shape.hidden_size)
 
 
-def _attention_gradients(shape: ModelShape, b: int, *, on_cuda: bool) -> int:
-    """Of out, q, k and v; a GPU's fastest kernel adds q's up in float32 first, and has two numbers a row and head."""
+def _attention_gradients(shape: ModelShape, microbatch: MicrobatchSize, b: int, *, on_cuda: bool) -> int:
+    """Of out, q, k and v; a GPU's fastest kernel adds q's up in float32 first, and has two numbers a row and head.
+
+    Of a shared pass those of q, k and v, as they are sent, and as they come: where that is more.
+    """
     D = -(-shape.head_dim // 64) * 64
     sums = shape.num_heads * (4 * D + 8) if on_cuda else 0
-    return 2 * _head_widths(shape) * b + 2 * shape.hidden_size * b + sums
+    in_kernel = (_attended_widths(shape, microbatch) + shape.num_heads * shape.head_dim) * b + sums
+    exchanged = 0 if microbatch.num_sharers == 1 else 3 * _attended_widths(shape, microbatch) * b
+    return max(in_kernel, exchanged) + 2 * shape.hidden_size * b

@@ -2,7 +2,7 @@
 
 # Shape letters: M scored tokens, C channels, V vocabulary.
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 RecomputeMode = Literal["none", "selective", "full"]
@@ -82,6 +82,20 @@ class MicrobatchSize:
 
     adapter_rank: int = 0
     """Of adapters on every linear layer, beside weights that are frozen; 0: the weights themselves train."""
+
+    num_sharers: int = 1
+    """Ranks that hold the pass together: rows and scored tokens are one rank's, and attention runs on all rows of some
+    heads."""
+
+    def share(self, num_sharers: int) -> "MicrobatchSize":
+        """What each of `num_sharers` ranks has of a pass that none shares yet: the largest part."""
+        assert self.num_sharers == 1, "a pass is shared out once"
+        return replace(
+            self,
+            num_rows=-(-self.num_rows // num_sharers),
+            num_scored=-(-self.num_scored // num_sharers),
+            num_sharers=num_sharers,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
