@@ -15,6 +15,7 @@ from ratoon.config import load_recipe
 from ratoon.config.recipe import Recipe
 from ratoon.layout import pack_groups
 from ratoon.loop.dry_run import _forecast_step, _idle_expert_parameters, _typical_lengths
+from ratoon.loop.mesh import MeshShape
 from ratoon.loop.run_state import peek_run_folder
 from ratoon.loop.stages import plan_updates
 from ratoon.models import model_shape
@@ -48,7 +49,7 @@ def test_forecast_is_that_of_the_packed_step(tiny: TinyRun, share_prompts: str, 
         f"--planner.share_prompts={share_prompts}",
         "--planner.max_rows_per_microbatch=60",
     )
-    found = _forecast_step(recipe, lengths, SHAPE, R)
+    found = _forecast_step(recipe, lengths, SHAPE, R, MeshShape(num_ranks=1, degree=1))
 
     groups = [
         RolloutGroup(Prompt(index, np.full(P, 3)), tuple(Response(np.full(R, 2)) for _ in range(N)))

@@ -27,7 +27,7 @@ def page_lines(found: DryRun, *, recipe_file: Path, full: bool) -> Iterator[str]
     yield from ("", "Model")
     yield from _indented(_model_lines(found))
     if found.memory is not None:
-        yield from ("", "Memory, estimated" + (", of each rank" if found.num_ranks > 1 else ""))
+        yield from ("", "Memory, estimated" + (", of each rank" if found.mesh.num_ranks > 1 else ""))
         yield from _indented(_memory_lines(found, found.memory))
     yield from ("", "Checked now")
     yield from _indented(_check_lines(found))
@@ -67,7 +67,8 @@ def _step_lines(found: DryRun) -> Iterator[str]:
     recipe = found.recipe
     rollout, algorithm = recipe.rollout, recipe.algorithm
     updates = algorithm.num_minibatches
-    ranks = _count(found.num_ranks, "rank")
+    mesh = found.mesh
+    ranks = _count(mesh.num_ranks, "rank") if mesh.axes is None else f"{mesh.num_ranks} processes: {mesh.axes}"
     yield (
         f"{rollout.prompts_per_step:,} prompts x {rollout.group_size:,} responses = {rollout.responses_per_step:,} "
         f"sequences a step. Both numbers are global: for all ranks together (this run has {ranks})."
@@ -83,8 +84,9 @@ def _step_lines(found: DryRun) -> Iterator[str]:
         + " (algorithm.num_minibatches)."
     )
     yield (
-        f"Each rank computes its share of an update in microbatches of at most "
-        f"{recipe.planner.max_rows_per_microbatch:,} rows (planner.max_rows_per_microbatch). A row is one token slot; "
+        f"Each {'rank' if mesh.axes is None else 'data rank'} computes its share of an update in microbatches of "
+        f"at most {recipe.planner.max_rows_per_microbatch:,} rows (planner.max_rows_per_microbatch). "
+        "A row is one token slot; "
         + ("a prompt counts once for all its responses in a microbatch." if recipe.planner.share_prompts else
            "without planner.share_prompts, a prompt counts once for each response.")
     )  # fmt: skip
@@ -159,7 +161,11 @@ def _memory_lines(found: DryRun, memory: RunMemory) -> Iterator[str]:
         "activations of the largest microbatch": estimate.activations,
         "working space of backward": estimate.scratch,
     }
-    yield f"with recompute {chosen}, at {memory.worst.num_rows:,} rows of which {memory.worst.num_scored:,} are scored:"
+    shared = "" if memory.num_sharers == 1 else f", shared out over {memory.num_sharers} ranks"
+    yield (
+        f"with recompute {chosen}, at {memory.worst.num_rows:,} rows of which {memory.worst.num_scored:,} are scored"
+        f"{shared}:"
+    )
     for name, num_bytes in parts.items():
         if num_bytes:
             yield f"{name:<38}{_size(num_bytes):>10}"

@@ -14,6 +14,7 @@ from ratoon.data import DataReport
 from ratoon.loop.device_memory import DeviceMemory
 from ratoon.loop.inputs import check_attention, load_inputs
 from ratoon.loop.memory_policy import choose_recompute, fitting_mode
+from ratoon.loop.mesh import MeshShape
 from ratoon.loop.ranks import cuts_model
 from ratoon.loop.run_memory import RunMemory
 from ratoon.loop.run_state import RunState, peek_run_folder
@@ -42,7 +43,7 @@ class StepForecast:
     """Useful work of the same step with every sequence by itself, over this one's."""
 
     num_microbatches: int
-    """Of one update, on each rank; of the update that has most."""
+    """Of one update, on each data rank; of the update that has most."""
 
     largest_microbatch_rows: int
 
@@ -76,8 +77,8 @@ class DryRun:
     longest_sequence: int
     """Tokens of the longest prompt, held-out ones included, and the longest response."""
 
-    num_ranks: int
-    """That share a step; the model is cut over them where the recipe says so."""
+    mesh: MeshShape
+    """Of the ranks that share a step; the model is cut over all of them where the recipe says so."""
 
     memory: RunMemory | None
     """None where the number of weights is not known without the folder's own code."""
@@ -134,6 +135,7 @@ def dry_run(recipe: Recipe, *, recipe_dir: Path, num_ranks: int = 1) -> DryRun:
     """
     check_attention(recipe.model.attention)
     check_sinks(recipe.logging)
+    mesh = MeshShape.of(recipe, num_ranks)
     model = preview_model(recipe.model)
     with load_inputs(recipe, recipe_dir) as inputs:
         prompts = inputs.prompts
@@ -143,8 +145,7 @@ def dry_run(recipe: Recipe, *, recipe_dir: Path, num_ranks: int = 1) -> DryRun:
     R = recipe.rollout.max_response_tokens
     prompt_lengths = [prompt.num_tokens for prompt in prompts.train]
     steps = tuple(
-        _forecast_step(recipe, prompt_lengths, model.shape, length, num_ranks)
-        for length in dict.fromkeys((-(-R // 2), R))
+        _forecast_step(recipe, prompt_lengths, model.shape, length, mesh) for length in dict.fromkeys((-(-R // 2), R))
     )
     return DryRun(
         recipe=recipe,
@@ -156,7 +157,7 @@ def dry_run(recipe: Recipe, *, recipe_dir: Path, num_ranks: int = 1) -> DryRun:
         attention=tuple(_attention(recipe, outline, is_here)),
         steps=steps,
         longest_sequence=longest,
-        num_ranks=num_ranks,
+        mesh=mesh,
         memory=RunMemory.of(
             recipe,
             model,
@@ -197,7 +198,7 @@ def _attention(recipe: Recipe, outline: ModelOutline, is_here: bool) -> Iterator
 
 
 def _forecast_step(
-    recipe: Recipe, prompt_lengths: Sequence[int], shape: ModelShape, response_tokens: int, num_ranks: int = 1
+    recipe: Recipe, prompt_lengths: Sequence[int], shape: ModelShape, response_tokens: int, mesh: MeshShape
 ) -> StepForecast:
     rollout = recipe.rollout
     lengths = _typical_lengths(prompt_lengths, rollout.prompts_per_step)
@@ -211,10 +212,10 @@ def _forecast_step(
             chosen = [single for group in chosen for single in _singles(group)]
         plan = plan_shapes(
             chosen,
-            num_ranks=num_ranks,
+            num_ranks=mesh.num_data_ranks,
             max_rows_per_microbatch=recipe.planner.max_rows_per_microbatch,
             cost=flops,
-            keeps_prompts=not cuts_model(recipe, num_ranks),
+            keeps_prompts=mesh.degree == 1 and not cuts_model(recipe, mesh.num_ranks),
         )
         plans.append((chosen, plan))
     num_rows = sum(plan.num_rows for _, plan in plans)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ratoon.config.recipe import Recipe
 from ratoon.loop.run_folder import RunFolder
-from ratoon.models import build_policy
+from ratoon.models import build_policy, sequence_group_of, set_sequence_parallel
 from ratoon.models.base_model import fingerprint_of
 from ratoon.models.sharding import shard_policy
 from ratoon.trainer.adapter_reference import adapters_off_reference, saved_adapters_reference
@@ -50,7 +50,8 @@ def build_reference(
 
     With adapters: the policy with its adapters off, or after a warm start with those that `keep_reference` wrote.
     Otherwise a second model, frozen: the one that the recipe names, or after a warm start the one that `keep_reference`
-    wrote. is_sharded: it is cut over the ranks, as the policy is.
+    wrote. is_sharded: it is cut over the ranks, as the policy is. Ranks that hold the policy's microbatches together
+    score them under the reference together, too.
 
     Raises UserError where that model is gone or damaged.
     """
@@ -68,7 +69,7 @@ def build_reference(
         _check_fingerprint(recipe, model, folder)
     if is_sharded:
         shard_policy(model.requires_grad_(False))
-    return frozen_reference(model, temperature)
+    return frozen_reference(set_sequence_parallel(model, sequence_group_of(policy)), temperature)
 
 
 def _kept_reference(folder: RunFolder) -> Path:

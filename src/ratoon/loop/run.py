@@ -19,6 +19,7 @@ from ratoon.loop.device_memory import DeviceMemory
 from ratoon.loop.inputs import Inputs, check_attention, load_inputs, load_model, resolve_device
 from ratoon.loop.memory_policy import MemoryChoice, choose_recompute
 from ratoon.loop.memory_watch import MemoryWatch
+from ratoon.loop.mesh import MeshShape, join_sequence_group
 from ratoon.loop.ranks import cuts_model, joined, open_shared_run_folder, run_view
 from ratoon.loop.reference import build_reference, keep_reference
 from ratoon.loop.run_folder import RunFolder
@@ -28,7 +29,7 @@ from ratoon.loop.synchronous import SynchronousRun
 from ratoon.metrics import MetricsLog, read_metrics
 from ratoon.metrics.rows import MetricValue
 from ratoon.metrics.sinks import Sinks, check_sinks
-from ratoon.models import attention_choices, describe_adapters, is_compiled, preview_model
+from ratoon.models import attention_choices, describe_adapters, is_compiled, preview_model, set_sequence_parallel
 from ratoon.models.outline import outline_model
 from ratoon.models.sharding import sampling_copy, shard_policy
 from ratoon.rewards.messages import Cause
@@ -87,6 +88,7 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
 def _checked_inputs(recipe: Recipe, recipe_dir: Path, ranks: DataParallel) -> Inputs:
     check_attention(recipe.model.attention)
     check_sinks(recipe.logging)
+    MeshShape.of(recipe, ranks.world_size)
     return load_inputs(recipe, recipe_dir, scores=ranks.is_main)
 
 
@@ -146,8 +148,10 @@ def _load_run(
     engine = build_engine(recipe.rollout, sampled, inputs.tokenizer, device)
     if sampled is not model:
         on_each_kept(ranks, "cutting of the model", lambda: shard_policy(model))
+    set_sequence_parallel(model, join_sequence_group(recipe, ranks, device))
     if ranks.world_size > 1:
-        view.say(_describe_ranks(ranks, is_cut=sampled is not model))
+        mesh = MeshShape(num_ranks=ranks.world_size, degree=recipe.trainer.sequence_parallel)
+        view.say(_describe_ranks(mesh, is_cut=sampled is not model))
     return on_each_kept(
         ranks,
         "beginning of the run",
@@ -158,9 +162,9 @@ def _load_run(
     )  # fmt: skip
 
 
-def _describe_ranks(ranks: DataParallel, *, is_cut: bool) -> str:
+def _describe_ranks(mesh: MeshShape, *, is_cut: bool) -> str:
     held = "each holds a part of what trains, and a whole copy to sample from" if is_cut else "each holds all weights"
-    return f"{ranks.world_size} processes train together: {held}"
+    return f"{mesh.num_ranks} processes train together: " + "; ".join(filter(None, (mesh.axes, held)))
 
 
 def _exit_status(run: SynchronousRun, metrics: MetricsLog, signal_number: int) -> int:

@@ -31,6 +31,7 @@ _MAY_CHANGE = (
     "trainer.offload_optimizer",
     "trainer.num_processes",
     "trainer.sharding",
+    "trainer.sequence_parallel",
     "trainer.rank_timeout_s",
     "rollout.timeout_s",
     "reward.timeout_s",

@@ -36,6 +36,8 @@ class RunMemory:
 
     on_cuda: bool
     shards: Shards
+    num_sharers: int = 1
+    """Ranks that hold each microbatch together; rows here are the whole microbatch's."""
 
     @classmethod
     def of(
@@ -79,6 +81,7 @@ class RunMemory:
             longest_sequence=data.lengths.maximum + recipe.rollout.max_response_tokens,
             on_cuda=on_cuda,
             shards=Shards(num_shards=num_ranks),
+            num_sharers=recipe.trainer.sequence_parallel,
         )
 
     def at_worst(self, recompute: RecomputeMode, *, max_rows: int | None = None) -> MemoryEstimate:
@@ -116,13 +119,12 @@ class RunMemory:
         return replace(self, generation=replace(self.generation, cache_tokens=cache_tokens))
 
     def _estimate(self, microbatch: MicrobatchSize) -> MemoryEstimate:
-        return estimate_memory(
-            self.shape, self.weights, microbatch, self.generation, on_cuda=self.on_cuda, shards=self.shards
-        )
+        own = microbatch.share(self.num_sharers)
+        return estimate_memory(self.shape, self.weights, own, self.generation, on_cuda=self.on_cuda, shards=self.shards)
 
 
 def row_counts(update: Update, rank: int) -> list[RowCounts]:
-    """Of each of a rank's microbatches."""
+    """Of each of a data rank's microbatches."""
     return [
         (
             sum(update.groups[index].prompt.num_tokens for index, _ in parts) + num_scored,

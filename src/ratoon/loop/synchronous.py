@@ -385,7 +385,7 @@ class SynchronousRun:
         return plan_updates(
             groups,
             num_updates=num_updates,
-            num_ranks=self.data_parallel.world_size,
+            num_ranks=self.trainer.sequence_group.num_data_ranks,
             max_rows_per_microbatch=self.recipe.planner.max_rows_per_microbatch,
             cost=self.cost,
             share_prompts=self.recipe.planner.share_prompts,
@@ -421,7 +421,7 @@ class SynchronousRun:
             reward_mean=rollout.reward_mean,
             reward_std=rollout.reward_std,
         )
-        memory = self.memory.of_step([row_counts(update, self.data_parallel.rank) for update in updates])
+        memory = self.memory.of_step([row_counts(update, self.trainer.sequence_group.data_rank) for update in updates])
         num_generated = sum(sum(group.response_lengths) for group in rollout.scored.groups)
         row = self.metrics.log(
             self.num_steps_done,
