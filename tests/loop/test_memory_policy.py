@@ -26,6 +26,7 @@ from ratoon.loop.memory_policy import (
     most_rows,
 )
 from ratoon.loop.memory_watch import MemoryWatch, StepMemory
+from ratoon.loop.ranks import cuts_model
 from ratoon.loop.run_memory import RunMemory, row_counts
 from ratoon.loop.stages import plan_updates
 from ratoon.planner import CostModel
@@ -132,6 +133,22 @@ def test_offloading_is_for_a_gpu(tiny: TinyRun):
     assert fitting_mode(MEMORY, gpu(50)) is None
     with pytest.raises(UserError, match=r"trainer\.offload_optimizer = true"):
         choose_recompute(recipe_with(tiny), MEMORY, gpu(50))
+
+
+def test_eight_bit_moments_are_proposed_where_they_fit(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch):
+    rounded = replace(MEMORY, weights=replace(MEMORY.weights, has_eight_bit_moments=True))
+    assert fitting_mode(rounded, gpu(50)) is not None
+    assert fitting_mode(MEMORY, gpu(50)) is None
+    with pytest.raises(UserError, match=r'trainer\.optimizer_states = "8bit"'):
+        choose_recompute(recipe_with(tiny), MEMORY, gpu(50))
+    monkeypatch.setattr("ratoon.trainer.eight_bit_optimizer.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs the bitsandbytes package"):
+        choose_recompute(recipe_with(tiny, "--trainer.optimizer_states=8bit"), rounded, gpu(400))
+
+
+def test_whole_weights_on_each_process_for_eight_bit_moments(tiny: TinyRun):
+    assert cuts_model(recipe_with(tiny), 2)
+    assert not cuts_model(recipe_with(tiny, "--trainer.optimizer_states=8bit"), 2)
 
 
 def test_a_named_mode_is_obeyed_and_warned_of(tiny: TinyRun):

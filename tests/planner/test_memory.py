@@ -229,7 +229,7 @@ def estimate(**changes: Any) -> MemoryEstimate:
     settings: dict[str, Any] = {
         "parameters": 1000, "trainable": 1000, "dtype_bytes": 2, "reference": 0, "recompute": "none", "only": False,
         "shards": 1, "rows": 100, "scored": 60, "compiled": False, "shape": SHAPE, "on_cuda": False, "rank": 0,
-        "on_host": False,
+        "on_host": False, "eight_bit": False,
     }  # fmt: skip
     settings |= changes
     return estimate_memory(
@@ -240,6 +240,7 @@ def estimate(**changes: Any) -> MemoryEstimate:
             dtype_bytes=settings["dtype_bytes"],
             num_reference_parameters=settings["reference"],
             is_optimizer_on_host=settings["on_host"],
+            has_eight_bit_moments=settings["eight_bit"],
         ),
         MicrobatchSize(
             num_rows=settings["rows"],
@@ -380,3 +381,14 @@ def test_recomputing_more_never_keeps_more(found: dict[str, Any], rows: int):
 def test_nonsense_is_refused(change: dict[str, int]):
     with pytest.raises(ValueError, match="must"):
         estimate(**change)
+
+
+def test_eight_bit_moments_are_a_byte_and_a_scale_for_each_block():
+    """1000 weights are 4 blocks of 256; masters and gradients stay float32, and a GPU's update needs no roots."""
+    plain, rounded = estimate(on_cuda=True), estimate(on_cuda=True, eight_bit=True)
+    assert (plain.moments, rounded.moments) == (8000, 2 * (1000 + 4 * 4))
+    assert (rounded.masters, rounded.gradients) == (plain.masters, plain.gradients) == (4000, 4000)
+    assert (plain.optimizer_scratch, rounded.optimizer_scratch) == (4000, 0)
+    assert estimate(eight_bit=True).optimizer_scratch == 5 * 4 * 64 * 97  # float32 of the embedding
+    with pytest.raises(ValueError, match="not on the host"):
+        estimate(eight_bit=True, on_host=True)

@@ -23,7 +23,7 @@ from ratoon.models import ModelPreview, preview_model
 from ratoon.models.load import DTYPES
 from ratoon.models.outline import ModelOutline, outline_model
 from ratoon.planner import CostModel, GroupShape, StepPlan, plan_shapes
-from ratoon.planner.memory_sizes import RecomputeMode
+from ratoon.planner.memory_sizes import RecomputeMode, eight_bit_bytes
 from ratoon.trainer.checkpoint import FREE_BYTES_MARGIN
 from ratoon.trainer.model_folder import FOLDER_BYTES
 from ratoon.types.errors import UserError
@@ -281,7 +281,9 @@ def _checkpoint_bytes(recipe: Recipe, model: ModelPreview) -> int | None:
         return None
     itemsize = DTYPES[recipe.model.dtype].itemsize
     weights = itemsize * (model.num_parameters if recipe.model.lora is None else model.num_trained)
-    state = model.num_trained * (8 + (4 if itemsize < 4 else 0))
+    is_eight_bit = recipe.trainer.optimizer_states == "8bit"
+    moment = eight_bit_bytes(model.num_trained) if is_eight_bit else 4 * model.num_trained
+    state = 2 * moment + (4 * model.num_trained if itemsize < 4 else 0)
     return weights + state + FOLDER_BYTES
 
 

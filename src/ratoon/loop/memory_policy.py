@@ -8,6 +8,7 @@ from ratoon.loop.device_memory import DeviceMemory
 from ratoon.loop.run_memory import RunMemory
 from ratoon.planner.memory import MemoryEstimate
 from ratoon.planner.memory_sizes import GIB, RecomputeMode
+from ratoon.trainer.eight_bit_optimizer import check_bitsandbytes
 from ratoon.types.errors import UserError
 
 FASTEST_FIRST: tuple[RecomputeMode, ...] = ("none", "selective", "full")
@@ -71,8 +72,10 @@ def choose_recompute(recipe: Recipe, memory: RunMemory | None, device: DeviceMem
     """What the recipe says; for "auto" the fastest mode whose worst step fits.
 
     Raises UserError for "auto" where none fits, with values that would, or where nothing can be predicted; and for an
-    optimizer that cannot be offloaded.
+    optimizer that cannot be offloaded, or whose library is missing.
     """
+    if recipe.trainer.optimizer_states == "8bit":
+        check_bitsandbytes()
     if recipe.trainer.offload_optimizer and device.device_type == "cpu":
         raise UserError(
             "trainer.offload_optimizer moves moments and float32 weights from a GPU to host memory, and this run "
@@ -129,10 +132,21 @@ def _ways_out(recipe: Recipe, memory: RunMemory, device: DeviceMemory) -> Iterat
         memory.on_cuda
         and memory.shards.num_shards == 1
         and fits(
-            memory.with_weights(replace(weights, is_optimizer_on_host=True), adapter_rank=memory.worst.adapter_rank)
+            memory.with_weights(
+                replace(weights, is_optimizer_on_host=True, has_eight_bit_moments=False),
+                adapter_rank=memory.worst.adapter_rank,
+            )
         )
     ):
         yield "trainer.offload_optimizer = true (slower)"
+    if (
+        memory.shards.num_shards == 1
+        and not weights.is_optimizer_on_host
+        and fits(
+            memory.with_weights(replace(weights, has_eight_bit_moments=True), adapter_rank=memory.worst.adapter_rank)
+        )
+    ):
+        yield 'trainer.optimizer_states = "8bit" (rounded moments)'
     if recipe.model.lora is None:
         trained = int(_ADAPTER_SHARE * weights.num_parameters)
         adapted = replace(

@@ -38,7 +38,8 @@ def cuts_model(recipe: Recipe, num_ranks: int) -> bool:
     """Whether each rank holds a part of the policy only. One rank has nothing to share it out over."""
     if num_ranks == 1 or recipe.trainer.sharding == "none":
         return False
-    return recipe.trainer.sharding == "full" or recipe.model.lora is None
+    is_whole_by_default = recipe.model.lora is not None or recipe.trainer.optimizer_states == "8bit"
+    return recipe.trainer.sharding == "full" or not is_whole_by_default
 
 
 def open_shared_run_folder(recipe: Recipe, ranks: DataParallel, *, fresh: bool) -> RunFolder:

@@ -66,6 +66,7 @@ class RunMemory:
                 dtype_bytes=DTYPES[recipe.model.dtype].itemsize,
                 num_reference_parameters=model.num_parameters if has_second_model else 0,
                 is_optimizer_on_host=recipe.trainer.offload_optimizer,
+                has_eight_bit_moments=recipe.trainer.optimizer_states == "8bit",
             ),
             generation=GenerationSize(
                 cache_tokens=_cache_tokens(recipe, model.shape, data),

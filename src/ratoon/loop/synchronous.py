@@ -31,12 +31,12 @@ from ratoon.models import can_keep_prompts, model_shape
 from ratoon.models.sharding import refresh_copy
 from ratoon.planner import CostModel, peak_tflops
 from ratoon.rollout import RolloutEngine
-from ratoon.trainer import MasterOptimizer, StepResult, Trainer, Update
+from ratoon.trainer import StepResult, Trainer, Update
 from ratoon.trainer.best_checkpoint import best_step
 from ratoon.trainer.checkpoint import checkpoint_step, load_checkpoint, require_free_bytes
 from ratoon.trainer.model_folder import model_file_bytes, save_model
-from ratoon.trainer.offloaded_optimizer import OffloadedOptimizer
 from ratoon.trainer.optimizer import learning_rate_at, scheduled_rate
+from ratoon.trainer.optimizer_kinds import optimizer_kind
 from ratoon.trainer.reference import ReferenceScore
 from ratoon.trainer.rollout_table import write_rollouts
 from ratoon.trainer.shared_checkpoint import restore_optimizer, save_shared_checkpoint, sharded_state_bytes
@@ -363,8 +363,7 @@ class SynchronousRun:
 
     def _trainer(self) -> Trainer:
         config = self.recipe.trainer
-        kind = OffloadedOptimizer if config.offload_optimizer else MasterOptimizer
-        optimizer = kind(
+        optimizer = optimizer_kind(config)(
             self.model.parameters(),
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,

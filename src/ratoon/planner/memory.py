@@ -3,8 +3,8 @@
 What the formulas count:
 
 - Held all the time: the weights once, in the model's dtype; for 16-bit weights their float32 masters; AdamW's two
-  moments, float32, of every trained weight; a frozen reference model's weights; the rollout engine's key/value cache,
-  which stays between steps.
+  moments of every trained weight, in float32 or in blocks of 8-bit codes; a frozen reference model's weights; the
+  rollout engine's key/value cache, which stays between steps.
 - Gradients: float32 of every trained weight, kept from one microbatch to the next. While a microbatch's backward runs,
   its own gradients grow (in the weights' dtype) as its activations shrink, so that one end or the other has the most:
   the last layer's backward, the first layer's, or the moment after, when 16-bit gradients are added to the kept ones.
@@ -29,7 +29,14 @@ from dataclasses import dataclass
 
 from ratoon.planner.activation_memory import activation_bytes, layer_activation_bytes, layer_scratch_bytes
 from ratoon.planner.head_memory import head_scratch_bytes
-from ratoon.planner.memory_sizes import WHOLE, GenerationSize, MicrobatchSize, Shards, WeightsInMemory
+from ratoon.planner.memory_sizes import (
+    WHOLE,
+    GenerationSize,
+    MicrobatchSize,
+    Shards,
+    WeightsInMemory,
+    eight_bit_bytes,
+)
 from ratoon.types.model_shape import ModelShape
 
 _SAMPLING_BYTES = 24
@@ -133,7 +140,7 @@ def estimate_memory(
         weights=shards.part(kept_frozen),
         reference=shards.part(b * weights.num_reference_parameters),
         masters=summed if (is_cut or b < 4) and not is_on_host else 0,
-        moments=0 if is_on_host else 2 * summed,
+        moments=0 if is_on_host else 2 * (eight_bit_bytes(trainable) if weights.has_eight_bit_moments else summed),
         cache=generation.cache_tokens * cache_token_bytes(shape, b),
         sampling_copy=b * weights.num_parameters if is_cut else 0,
         gathered=_gathered_bytes(shape, weights, shards) if is_cut else 0,
@@ -142,9 +149,7 @@ def estimate_memory(
         activations=activation_bytes(shape, microbatch, b),
         scratch=_scratch_bytes(shape, weights, microbatch, shards, on_cuda=on_cuda),
         late=_late_bytes(shape, weights, microbatch, shards, on_cuda=on_cuda),
-        # On a GPU AdamW handles all weights at once and needs the square roots of the second moments.
-        # The fused implementation, which cut weights take, does not.
-        optimizer_scratch=summed if on_cuda and not is_cut and not is_on_host else 0,
+        optimizer_scratch=_optimizer_scratch_bytes(shape, weights, shards, on_cuda=on_cuda),
         generation_scratch=_SAMPLING_BYTES * shape.vocab_size * generation.num_concurrent,
         on_host=4 * summed if is_on_host else 0,
     )
@@ -200,6 +205,17 @@ def _late_bytes(
     # A tied embedding's gradient comes after the head's. Then 16-bit gradients are widened one by one.
     afterwards = max(b * embedding if shape.tied_embeddings or not own else 0, 4 * embedding if b < 4 else 0)
     return max(first_layer + max(while_layers_run, 0), own + afterwards)
+
+
+def _optimizer_scratch_bytes(shape: ModelShape, weights: WeightsInMemory, shards: Shards, *, on_cuda: bool) -> int:
+    if weights.has_eight_bit_moments:
+        # On a CPU both moments of a tensor, its gradient and two results in float32; a GPU's kernel needs nothing.
+        largest = shape.vocab_size * shape.hidden_size if weights.are_all_trained else 0
+        return 0 if on_cuda else 5 * 4 * largest
+    # On a GPU AdamW handles all weights at once and needs the square roots of the second moments.
+    # The fused implementation, which cut weights take, does not.
+    needs_roots = on_cuda and shards.num_shards == 1 and not weights.is_optimizer_on_host
+    return max(weights.dtype_bytes, 4) * weights.num_trainable_parameters if needs_roots else 0
 
 
 def _stand_by_themselves(weights: WeightsInMemory, microbatch: MicrobatchSize) -> bool:

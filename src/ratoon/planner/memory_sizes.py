@@ -31,11 +31,16 @@ class WeightsInMemory:
     is_optimizer_on_host: bool = False
     """Moments and float32 weights are in host memory, and updated there."""
 
+    has_eight_bit_moments: bool = False
+    """Moments are held in blocks of 8-bit codes (`eight_bit_bytes`)."""
+
     def __post_init__(self) -> None:
         if min(self.num_parameters, self.num_trainable_parameters, self.num_reference_parameters) < 0:
             raise ValueError(f"numbers of parameters must not be negative, got {self}")
         if self.dtype_bytes not in (2, 4, 8):
             raise ValueError(f"dtype_bytes must be 2, 4 or 8, got {self.dtype_bytes}")
+        if self.has_eight_bit_moments and self.is_optimizer_on_host:
+            raise ValueError("8-bit moments are updated where the weights are, not on the host; choose one of the two")
 
     @property
     def are_all_trained(self) -> bool:
@@ -62,6 +67,11 @@ class Shards:
 
 
 WHOLE = Shards()
+
+
+def eight_bit_bytes(num_weights: int) -> int:
+    """Of one moment in blocks of 256 codes: a byte each, and a block's float32 scale."""
+    return num_weights + 4 * -(-num_weights // 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
 """What the trainer may be told."""
 
 import re
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class TrainerConfig(BaseModel):
@@ -42,7 +42,7 @@ class TrainerConfig(BaseModel):
     sharding: Literal["auto", "none", "full"] = "auto"
     """What several processes hold: `full`, each a part of every weight, gradient and moment (FSDP2), gathered layer by
     layer, and beside it the whole model to sample from; `none`, each the whole. `auto`: `full`, but `none` with
-    `model.lora`. One process holds the whole in any case."""
+    `model.lora` or 8-bit `optimizer_states`. One process holds the whole in any case."""
 
     sequence_parallel: int = Field(default=1, ge=1)
     """How many processes hold each microbatch together (Ulysses), each a part of its rows, and in attention a part of
@@ -56,6 +56,11 @@ class TrainerConfig(BaseModel):
     offload_optimizer: bool = False
     """Keep AdamW's moments and float32 weights in host memory, 16 bytes a weight, and update there: a step is slower by
     what its gradients and weights take to and from the GPU. One process with a CUDA device."""
+
+    optimizer_states: Literal["float32", "8bit"] = "float32"
+    """How AdamW's two moments are held: 4 bytes each a weight, or 1 and a scale for every 256, rounded after each
+    update (tensors of fewer than 4,096 weights stay in float32). `8bit` needs bitsandbytes (`pip install -e ".[8bit]"`
+    in the clone of Ratoon) and whole weights on each process: neither `offload_optimizer` nor `sharding = "full"`."""
 
     checkpoint_every_steps: int = Field(default=50, ge=1)
     """A checkpoint is written after every so many steps, and after the last."""
@@ -76,6 +81,16 @@ class TrainerConfig(BaseModel):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError("each must be at least 0 and below 1")
         return betas
+
+    @model_validator(mode="after")
+    def _updates_in_one_place(self) -> Self:
+        if self.optimizer_states == "8bit":
+            reason = 'with optimizer_states = "8bit" moments are updated whole and where the weights are: '
+            if self.offload_optimizer:
+                raise ValueError(reason + "remove offload_optimizer, or optimizer_states")
+            if self.sharding == "full":
+                raise ValueError(reason + 'set sharding to "none" or "auto", or remove optimizer_states')
+        return self
 
 
 class SftConfig(BaseModel):
