@@ -70,7 +70,8 @@ def run_worker(folder: Path, device: str) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     finished = subprocess.run(
         [*launch, str(folder / "worker.py"), device, str(folder / "checkpoint")],
-        env=os.environ | {"PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"},
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join([str(root / "src"), str(root), *sys.path]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=400,

@@ -23,7 +23,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "a penalty in the reward": VARIANTS["a penalty in the reward"],
     "dynamic sampling": VARIANTS["dynamic sampling"],
     "small microbatches": ("--planner.max_rows_per_microbatch=9", "--model.recompute=full"),
-    "16 sets of kept tokens": ("--rollout.top_k=4", "--algorithm.mismatch_correction=token-tis"),
+    "kept tokens and a correction": ("--rollout.top_k=4", "--algorithm.mismatch_correction=token-tis"),
 }
 
 

@@ -17,8 +17,17 @@ pytestmark = pytest.mark.gpu
 def run_command(recipe: Path, *arguments: str) -> str:
     root = Path(__file__).parents[2]
     finished = subprocess.run(
-        [sys.executable, "-m", "ratoon.cli.main", "train", str(recipe), "--trainer.device=cuda", *arguments],
-        env=os.environ | {"PYTHONPATH": str(root / "src"), "CUDA_VISIBLE_DEVICES": "0,1"},
+        [
+            sys.executable,
+            "-m",
+            "ratoon.cli.main",
+            "train",
+            str(recipe),
+            "--trainer.device=cuda",
+            "--model.compile=none",
+            *arguments,
+        ],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root / "src"), *sys.path]), "CUDA_VISIBLE_DEVICES": "0,1"},
         capture_output=True,
         text=True,
         timeout=500,
