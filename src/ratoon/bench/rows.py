@@ -120,7 +120,7 @@ def commit() -> str:
             ["git", "rev-parse", "--short=12", "HEAD"], cwd=folder, capture_output=True, text=True, check=True
         ).stdout.strip()
         changed = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no", "--", "src"],
+            ["git", "status", "--porcelain", "--untracked-files=no", "--", ":/src"],
             cwd=folder, capture_output=True, text=True, check=True,
         ).stdout.strip()  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
