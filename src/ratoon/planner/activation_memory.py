@@ -72,7 +72,9 @@ def _kept_of_layer(shape: ModelShape, microbatch: MicrobatchSize, b: int) -> int
         case "selective":
             qk_inputs = _head_widths(shape) * b if microbatch.has_qk_norm else 0
             adapters = _ATTENTION_PARTS * microbatch.adapter_rank * b
-            residuals = (3 if _is_fused(shape, microbatch) else 4) * C * b
+            # An exchange between ranks cuts a compiled layer's graph in two.
+            is_one_graph = _is_fused(shape, microbatch) and microbatch.num_sharers == 1
+            residuals = (3 if is_one_graph else 4) * C * b
             return _attention_bytes(shape, microbatch, b) + residuals + qk_inputs + adapters
         case "full":
             return C * b
