@@ -1,1 +1,1 @@
-"""Attention of single new tokens over keys and values in blocks: a prompt's blocks are read once for all its responses."""
+"""Attention of new tokens over keys in blocks: a prompt's are read once for all its responses."""

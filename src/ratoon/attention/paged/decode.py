@@ -3,8 +3,8 @@
 # A Triton launch takes a kernel's runtime arguments, its constants and the compiler's options in one call.
 # pyright: reportCallIssue=false
 
-# Shape letters: B responses, H heads (Hq query, Hkv key and value), D head dim, E value head dim, F blocks of the cache,
-# N keys of a block.
+# Shape letters: B responses, H heads (Hq query, Hkv key and value), D head dim, E value head dim, F blocks of
+# the cache, N keys of a block.
 
 from dataclasses import dataclass
 

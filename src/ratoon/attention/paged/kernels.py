@@ -1,6 +1,7 @@
 """The kernels of decoding: one writes new keys, one walks blocks for a few rows, one joins what the walks found."""
 
-# Shape letters: B responses, H heads, D head dim, E value head dim, S slots, M rows of a tile, N keys of a tile (a block).
+# Shape letters: B responses, H heads, D head dim, E value head dim, S slots, M rows of a tile,
+# N keys of a tile, which is a block.
 
 import triton
 import triton.language as tl
@@ -38,7 +39,7 @@ def walk_kernel(
     BLOCK_TOKENS: tl.constexpr, SPLIT_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A program takes every `num_programs`-th item of one key head: the keys of a split, for all query heads of members."""
+    """A program takes every `num_programs`-th item of one key head: a split's keys for all query heads of members."""
     kv_head = tl.program_id(1)
     offs_m, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_TOKENS)
     offs_d, offs_e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
