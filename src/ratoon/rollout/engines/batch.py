@@ -19,23 +19,12 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from ratoon.rollout.drafts import GroupDraft, ResponseDraft
 from ratoon.rollout.engines.cache_budget import BLOCK_TOKENS, CacheLayout
 from ratoon.rollout.engines.continuous_batching import SampledRequest, build_processor
+from ratoon.rollout.engines.stepping import StepReport, failure
 from ratoon.rollout.errors import RolloutError
 from ratoon.types import UserError
 
 _GROWTH = 1.25
 """A cache that must grow grows by at least this, so that ever longer prompts do not rebuild it each step."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one forward pass ended."""
-
-    finished: tuple[GroupDraft, ...] = ()
-    failed: tuple[GroupDraft, ...] = ()
-    error: RolloutError | UserError | None = None
-    """Why `failed` failed."""
-
-    made_progress: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +122,9 @@ class GenerationBatch:
                 scheduler.set_request_cancellation(request_id)
         scheduler.clear_cancelled_requests()
 
+    def weights_changed(self) -> None:
+        """Nothing to do: no prompt's keys are shared beyond the responses that were admitted with it."""
+
     def forget_cache(self) -> None:
         """Free the cache; the next group builds a new one."""
         assert not self._shares, f"{len(self._shares)} shares still hold blocks of the cache"
@@ -158,15 +150,8 @@ class GenerationBatch:
         self.withdraw(failed.values())
         self._processor = None
         self._num_blocks = 0
-        if isinstance(error, RolloutError | UserError):
-            return StepReport(failed=tuple(failed.values()), error=error)
-        names = ", ".join(repr(group.prompt.id) for group in list(failed.values())[:3])
-        wrapped = RolloutError(
-            f"generation failed for {len(failed)} prompts ({names}{', ...' if len(failed) > 3 else ''}): "
-            f"{type(error).__name__}: {error}"
-        )
-        wrapped.__cause__ = error
-        return StepReport(failed=tuple(failed.values()), error=wrapped)
+        ended = tuple(failed.values())
+        return StepReport(failed=ended, error=failure(ended, error))
 
     def _admit(self) -> None:
         if self._waiting and not self._make_room():

@@ -6,11 +6,11 @@ the same (`_GroupBlocks`), and the reseeding of torch's global generator (`_NoSe
 caller; its manager and background thread are not used.
 """
 
-# Shape letters: B responses of one forward pass, b: those of one distribution, V vocabulary.
+# Shape letters: B responses of one forward pass.
 
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -31,11 +31,10 @@ from transformers.generation.continuous_batching.initialization import resolve_c
 from transformers.generation.logits_process import LogitsProcessorList
 
 from ratoon.rollout.drafts import ResponseDraft
-from ratoon.rollout.draws import sample_tokens, uniform_draws
 from ratoon.rollout.engines.cache_budget import BLOCK_TOKENS
+from ratoon.rollout.engines.drawing import draw_tokens
 from ratoon.rollout.engines.reads import BatchReads, LayerReads, Request
 from ratoon.rollout.errors import TESTED_TRANSFORMERS, RolloutError
-from ratoon.rollout.truncation import Truncation, sample_kept_tokens
 
 PREFILL_TOKENS = 2_048
 """Most tokens of one forward pass; longer prompts are read in pieces."""
@@ -152,41 +151,10 @@ class SeededModelRunner(cb_runner.ModelRunner):
         drafts = [request.draft for request, scheduled in self._scheduled() if scheduled.has_new_token]
         if not drafts:
             return
-        token_B, logprob_B = _draw(drafts, scores[0, : len(drafts)])
-        if not bool(torch.isfinite(logprob_B).all()):
-            raise RolloutError(
-                "the model's logits are not finite, so no token can be drawn; the weights hold NaN or infinity, "
-                "or overflow in this dtype: look at the gradient norm of the last steps"
-            )
+        token_B, logprob_B = draw_tokens(drafts, scores[0, : len(drafts)])
         output_ids[0, : len(drafts)].copy_(token_B)
         # The float32 bits travel in the int32 row, as continuous batching expects.
         output_ids[1, : len(drafts)].copy_(logprob_B.view(torch.int32))
-
-
-def _draw(drafts: Sequence[ResponseDraft], logits_BV: Tensor) -> tuple[Tensor, Tensor]:
-    """A token for each draft [B] int64, with its log-prob [B] float32; drafts are told what it was drawn among."""
-    device = logits_BV.device
-    keys_B = np.array([draft.key for draft in drafts], np.uint64)
-    positions_B = np.array([len(draft.token_ids) for draft in drafts], np.int64)
-    uniform_B = torch.from_numpy(uniform_draws(keys_B, positions_B)).to(device)
-    rows_of: dict[Truncation | None, list[int]] = {}
-    for row, draft in enumerate(drafts):
-        rows_of.setdefault(draft.truncation, []).append(row)
-    token_B = torch.empty(len(drafts), dtype=torch.int64, device=device)
-    logprob_B = torch.empty(len(drafts), dtype=torch.float32, device=device)
-    for truncation, rows in rows_of.items():
-        is_all = len(rows) == len(drafts)
-        index_b = slice(None) if is_all else torch.tensor(rows, device=device)
-        if truncation is None:
-            temperatures = [drafts[row].temperature for row in rows]
-            temperature_b = torch.tensor(temperatures, dtype=torch.float64, device=device)
-            token_B[index_b], logprob_B[index_b] = sample_tokens(logits_BV[index_b], temperature_b, uniform_B[index_b])
-            continue
-        drawn = sample_kept_tokens(logits_BV[index_b], truncation, uniform_B[index_b])
-        token_B[index_b], logprob_B[index_b] = drawn.token_B, drawn.logprob_B
-        for row, kept in zip(rows, drawn.kept, strict=True):
-            drafts[row].draw_among(kept)
-    return token_B, logprob_B
 
 
 class _GroupBlocks(cb_cache_manager.BlockManager):
