@@ -1,5 +1,5 @@
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import pytest
@@ -8,13 +8,14 @@ from tests.rollout.tiny import byte_tokenizer, tiny_qwen3
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from ratoon.rollout.config import RolloutConfig
+from ratoon.rollout.engines.in_process import InProcessEngine
 from ratoon.rollout.engines.transformers import TransformersEngine
 
 
 class Build(Protocol):
     """Builds an engine over `of`, or over the fixture `model`, and closes it after the test."""
 
-    def __call__(self, of: PreTrainedModel | None = None, **settings: Any) -> TransformersEngine: ...
+    def __call__(self, of: PreTrainedModel | None = None, **settings: Any) -> InProcessEngine[Any]: ...
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +37,20 @@ def model() -> Qwen3ForCausalLM:
 
 
 @pytest.fixture
-def build(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Iterator[Build]:
-    engines: list[TransformersEngine] = []
+def engine_class() -> Callable[[RolloutConfig, PreTrainedModel, PreTrainedTokenizerFast], InProcessEngine[Any]]:
+    return TransformersEngine
 
-    def make(of: PreTrainedModel | None = None, **settings: Any) -> TransformersEngine:
-        engine = TransformersEngine(RolloutConfig(**settings), of or model, tokenizer)
+
+@pytest.fixture
+def build(
+    engine_class: Callable[[RolloutConfig, PreTrainedModel, PreTrainedTokenizerFast], InProcessEngine[Any]],
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+) -> Iterator[Build]:
+    engines: list[InProcessEngine[Any]] = []
+
+    def make(of: PreTrainedModel | None = None, **settings: Any) -> InProcessEngine[Any]:
+        engine = engine_class(RolloutConfig(**settings), of or model, tokenizer)
         engines.append(engine)
         return engine
 

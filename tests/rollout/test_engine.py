@@ -319,10 +319,10 @@ def test_a_prompt_is_computed_once_for_its_group(build: Build, model: Qwen3ForCa
         (Prompt("big", np.ones(250, np.int64)), TRAINING, {}, r"'big' has 250 .* over the model's 256 positions"),
         (Prompt("id", np.array([EOS + 2])), TRAINING, {}, r"token id 258, but the model has 258 embeddings"),
         (
-            Prompt("big", np.ones(100, np.int64)),
+            Prompt("big", np.ones(130, np.int64)),
             TRAINING,
-            {"cache_tokens": 64},
-            r"'big' .* over rollout.cache_tokens=64",
+            {"cache_tokens": 128},
+            r"'big' .* over rollout.cache_tokens=128",
         ),
     ],
 )

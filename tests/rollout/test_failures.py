@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from ratoon.rollout import RolloutConfig, RolloutError, RolloutStalledError, build_engine
-from ratoon.rollout.engines.transformers import TransformersEngine
+from ratoon.rollout.engines.in_process import InProcessEngine
 from ratoon.rollout.engines.worker import WorkerThread
 from ratoon.types import SamplingParams
 
@@ -22,7 +23,7 @@ SAMPLING = SamplingParams(temperature=0.7, max_response_tokens=9)
 
 
 @contextmanager
-def held_forward(engine: TransformersEngine) -> Iterator[None]:
+def held_forward(engine: InProcessEngine[Any]) -> Iterator[None]:
     """Inside, a forward pass does not return before the block ends."""
     release = threading.Event()
     hook = engine._twin.register_forward_pre_hook(lambda *_: release.wait(60) and None)

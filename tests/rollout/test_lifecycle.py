@@ -2,13 +2,14 @@
 
 import asyncio
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.rollout.conftest import Build
 from tests.rollout.tiny import assert_same_group, draw, make_prompts
 
-from ratoon.rollout.engines.transformers import TransformersEngine
+from ratoon.rollout.engines.in_process import InProcessEngine
 from ratoon.types import FinishReason, SamplingParams
 
 TRAINING = SamplingParams(temperature=0.7, max_response_tokens=9, seed=3)
@@ -32,7 +33,7 @@ def test_tokens_are_stamped_with_the_weights_that_drew_them(build: Build):
         assert response.num_tokens < 15 or versions[-1] == 1
 
 
-async def tokens_drawn(engine: TransformersEngine, num_tokens: int) -> None:
+async def tokens_drawn(engine: InProcessEngine[Any], num_tokens: int) -> None:
     while sum(call.draft.num_tokens for call in engine._calls.values()) < num_tokens:
         await asyncio.sleep(0.001)
 

@@ -148,7 +148,7 @@ def test_an_aborted_response_keeps_the_sets_of_its_tokens(build: Build):
         prompt = make_prompts([20])[0]
         sampling = SamplingParams(top_k=5, max_response_tokens=200)
         call = asyncio.create_task(engine.generate(prompt, group_size=2, sampling=sampling, step=0))
-        while engine._batch.num_running == 0 or not engine._batch._shares[0].drafts[1].token_ids:
+        while not engine._calls or not next(iter(engine._calls.values())).draft.drafts[1].token_ids:
             await asyncio.sleep(0.001)
         await engine.abort()
         return await call

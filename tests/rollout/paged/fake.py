@@ -13,7 +13,7 @@ from torch import Tensor
 from ratoon.rollout.drafts import PolicyStamp
 from ratoon.rollout.engines.paged.runner import DecodeRows, PrefillPiece
 
-VOCAB = 11
+VOCAB = 29
 UNWRITTEN = -1
 
 
@@ -27,7 +27,7 @@ class FakeRunner:
     """A cache of token ids, positions and weights versions in place of keys."""
 
     def __init__(self, block_tokens: int, prefill_tokens: int, stamp: PolicyStamp, restarts: bool) -> None:
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self._prefill_tokens = prefill_tokens
         self._stamp = stamp
         self._restarts = restarts
@@ -36,7 +36,7 @@ class FakeRunner:
         self.resize(0)
 
     def resize(self, num_blocks: int) -> None:
-        shape = (num_blocks, self._block_tokens)
+        shape = (num_blocks, self.block_tokens)
         self._token, self._position, self._version = (np.full(shape, UNWRITTEN) for _ in range(3))
 
     def prefill(self, pieces: Sequence[PrefillPiece]) -> Tensor:
@@ -45,11 +45,11 @@ class FakeRunner:
         assert 0 < num_rows <= self._prefill_tokens
         self.num_prefilled += num_rows
         past = [
-            self._read(_cells_of(piece, self._block_tokens)[: piece.start], piece.num_prompt_keys) for piece in pieces
+            self._read(_cells_of(piece, self.block_tokens)[: piece.start], piece.num_prompt_keys) for piece in pieces
         ]
         logits = []
         for piece, tokens in zip(pieces, past, strict=True):
-            self._write(_cells_of(piece, self._block_tokens)[piece.start :], piece.token_ids, piece.start)
+            self._write(_cells_of(piece, self.block_tokens)[piece.start :], piece.token_ids, piece.start)
             if piece.wants_logits:
                 logits.append(logits_after(np.concatenate([tokens, piece.token_ids])))
         return torch.from_numpy(np.array(logits, np.float32).reshape(-1, VOCAB))
@@ -58,11 +58,11 @@ class FakeRunner:
         self._break_if_asked()
         assert (np.diff(rows.prompt_of_B) >= 0).all() and np.unique(rows.prompt_of_B).size == len(rows.prompt_table_UX)
         prompts = [
-            _cells(rows.prompt_table_UX[u], rows.num_prompt_keys_U[u], self._block_tokens)
+            _cells(rows.prompt_table_UX[u], rows.num_prompt_keys_U[u], self.block_tokens)
             for u in range(len(rows.prompt_table_UX))
         ]
         cells = [
-            np.concatenate([prompts[u], _cells(table, num_keys, self._block_tokens)])
+            np.concatenate([prompts[u], _cells(table, num_keys, self.block_tokens)])
             for u, table, num_keys in zip(rows.prompt_of_B, rows.own_table_BX, rows.num_own_keys_B, strict=True)
         ]
         past = [

@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from ratoon.rollout.drafts import GroupDraft, ResponseDraft
 from ratoon.rollout.engines.cache_budget import BLOCK_TOKENS, CacheLayout
 from ratoon.rollout.engines.continuous_batching import SampledRequest, build_processor
+from ratoon.rollout.engines.layer_kinds import check_layers
 from ratoon.rollout.engines.stepping import StepReport, failure
 from ratoon.rollout.errors import RolloutError
 from ratoon.types import UserError
@@ -237,14 +238,9 @@ class GenerationBatch:
 
 def cache_layout(model: PreTrainedModel) -> CacheLayout:
     """How continuous batching groups the model's layers. Raises UserError for layers it cannot cache."""
+    check_layers(model)
     config = model.config.get_text_config()
     _, kinds = cb_cache.group_layers_by_attn_type(config)
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise UserError(
-            f"{type(model).__name__} has layers of kind {', '.join(unknown)}, which the in-process engine cannot "
-            "cache; it takes global and sliding-window attention"
-        )
     num_sliding = kinds.count("sliding_attention")
     return CacheLayout(
         block_tokens=BLOCK_TOKENS,

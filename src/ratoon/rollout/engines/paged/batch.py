@@ -19,7 +19,7 @@ from ratoon.rollout.drafts import GroupDraft
 from ratoon.rollout.engines.drawing import draw_tokens
 from ratoon.rollout.engines.paged.holdings import Holdings
 from ratoon.rollout.engines.paged.requests import Family, Request
-from ratoon.rollout.engines.paged.runner import BLOCK_TOKENS, PrefillPiece, Runner
+from ratoon.rollout.engines.paged.runner import PrefillPiece, Runner
 from ratoon.rollout.engines.paged.tables import SlotTables
 from ratoon.rollout.engines.stepping import StepReport, failure
 from ratoon.types import UserError
@@ -43,7 +43,6 @@ class PagedBatch:
         cache_tokens: int | None,
         *,
         restarts: bool = False,
-        block_tokens: int = BLOCK_TOKENS,
         prefill_tokens: int = PREFILL_TOKENS,
     ) -> None:
         """cache_tokens: capacity of the cache; None: as much as `max_concurrent_responses` of what came can fill.
@@ -54,10 +53,10 @@ class PagedBatch:
         self._max_concurrent_responses = max_concurrent_responses
         self._cache_tokens = cache_tokens
         self._restarts = restarts
-        self._block_tokens = block_tokens
+        self._block_tokens = runner.block_tokens
         self._prefill_tokens = prefill_tokens
-        self._holdings = Holdings(block_tokens)
-        self._tables = SlotTables(max_concurrent_responses, block_tokens)
+        self._holdings = Holdings(runner.block_tokens)
+        self._tables = SlotTables(max_concurrent_responses, runner.block_tokens)
         self._families: dict[int, Family] = {}
         self._waiting: deque[Request] = deque()
         # Those with a slot, and of them those that do not decode yet.

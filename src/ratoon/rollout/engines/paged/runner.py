@@ -81,6 +81,11 @@ class DecodeRows:
 class Runner(Protocol):
     """A model over a paged cache of its own. Calls come from one thread."""
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one block."""
+        ...
+
     def resize(self, num_blocks: int) -> None:
         """Drop the cache and make one of `num_blocks` blocks; 0 only frees it."""
         ...
