@@ -72,6 +72,9 @@ class Drill:
             assert isinstance(report.error, RolloutError) and "MemoryError: asked to break" in str(report.error)
         else:
             assert report.made_progress or len(self.open) == 0
+        for family in self.batch._families.values():
+            # A row of the vocabulary's size is kept only while a first token is drawn from it.
+            assert family.num_unstarted > 0 or family.prompt is None or family.prompt.logits_V is None
 
     def update(self) -> None:
         self.stamp.version += 1

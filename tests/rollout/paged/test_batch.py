@@ -199,3 +199,19 @@ def test_a_growing_cache_is_built_few_times(tokenizer: PreTrainedTokenizerFast, 
     assert built[-1] == 32 * 5 + 2
     drill.run_to_the_end()
     drill.check_ends()
+
+
+def test_who_gave_way_goes_before_those_that_wait(tokenizer: PreTrainedTokenizerFast):
+    drill = Drill(tokenizer, max_concurrent_responses=2, cache_tokens=3 * 6, block_tokens=3, prefill_tokens=50)
+    old, young = whole_length(drill, 6, 2, 10).drafts
+    late = drill.add(6, 1, 10).drafts[0]
+    kept = 0
+    while not old.finish_reason:
+        kept = len(young.token_ids)
+        drill.step()
+    assert 0 < kept < 10
+    while not late.token_ids:
+        drill.step()
+    assert len(young.token_ids) > kept
+    drill.run_to_the_end()
+    drill.check_ends()

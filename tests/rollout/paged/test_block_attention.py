@@ -88,9 +88,9 @@ def test_decode_is_one_softmax_over_prompt_and_own_keys(rule: ScoreRule, seed: i
     k_cache = torch.randn(NUM_BLOCKS, K, block_tokens, D, generator=generator)
     v_cache = torch.randn(NUM_BLOCKS, K, block_tokens, DV, generator=generator)
     out_BHD = decode_attention(q_BHD, k_cache, v_cache, DecodeTables.of(rows, CPU), rule)
-    for row, prompt in enumerate(rows.prompt_of_B):
-        read = cells(rows.prompt_table_UX[prompt], rows.num_prompt_keys_U[prompt], block_tokens)
-        read += cells(rows.own_table_BX[row], rows.num_own_keys_B[row], block_tokens)
+    for row, prompt in enumerate(rows.prompt_of_B.tolist()):
+        read = cells(rows.prompt_table_UX[prompt], int(rows.num_prompt_keys_U[prompt]), block_tokens)
+        read += cells(rows.own_table_BX[row], int(rows.num_own_keys_B[row]), block_tokens)
         assert rows.position_B[row] == len(read) - 1
         block, offset = torch.tensor(read).T
         expected_HD = one_query(q_BHD[row], k_cache[block, :, offset], v_cache[block, :, offset], rule)
