@@ -93,7 +93,7 @@ def family(name: str) -> PreTrainedModel:
 
 
 def plainly_generated(model: Any, prompt: Prompt, num_tokens: int) -> list[int]:
-    """transformers' greedy generation, every token by a whole forward pass; a mixin of the model, unknown to its type."""
+    """transformers' greedy generation, every token by a whole forward pass. `model`: its type lacks the mixin."""
     ids = torch.tensor(prompt.token_ids)[None]
     with torch.no_grad():
         whole = model.eval().generate(input_ids=ids, do_sample=False, max_new_tokens=num_tokens, use_cache=False)
