@@ -149,7 +149,7 @@ def estimate_memory(
         activations=activation_bytes(shape, microbatch, b),
         scratch=_scratch_bytes(shape, weights, microbatch, shards, on_cuda=on_cuda),
         late=_late_bytes(shape, weights, microbatch, shards, on_cuda=on_cuda),
-        optimizer_scratch=_optimizer_scratch_bytes(shape, weights, shards, on_cuda=on_cuda),
+        optimizer_scratch=_optimizer_scratch_bytes(shape, weights, on_cuda=on_cuda),
         generation_scratch=_SAMPLING_BYTES * shape.vocab_size * generation.num_concurrent,
         on_host=4 * summed if is_on_host else 0,
     )
@@ -207,15 +207,12 @@ def _late_bytes(
     return max(first_layer + max(while_layers_run, 0), own + afterwards)
 
 
-def _optimizer_scratch_bytes(shape: ModelShape, weights: WeightsInMemory, shards: Shards, *, on_cuda: bool) -> int:
-    if weights.has_eight_bit_moments:
-        # On a CPU both moments of a tensor, its gradient and two results in float32; a GPU's kernel needs nothing.
-        largest = shape.vocab_size * shape.hidden_size if weights.are_all_trained else 0
-        return 0 if on_cuda else 5 * 4 * largest
-    # On a GPU AdamW handles all weights at once and needs the square roots of the second moments.
-    # The fused implementation, which cut weights take, does not.
-    needs_roots = on_cuda and shards.num_shards == 1 and not weights.is_optimizer_on_host
-    return max(weights.dtype_bytes, 4) * weights.num_trainable_parameters if needs_roots else 0
+def _optimizer_scratch_bytes(shape: ModelShape, weights: WeightsInMemory, *, on_cuda: bool) -> int:
+    """A GPU's updates are fused and need nothing; on a CPU AdamW goes from weight to weight."""
+    if on_cuda or not weights.has_eight_bit_moments:
+        return 0
+    # Both moments of a tensor, its gradient and two results in float32.
+    return 5 * 4 * shape.vocab_size * shape.hidden_size if weights.are_all_trained else 0
 
 
 def _stand_by_themselves(weights: WeightsInMemory, microbatch: MicrobatchSize) -> bool:
