@@ -158,6 +158,31 @@ def test_memory_of_each_mode_and_of_ranks_that_share_the_model(plan: Plan):
         plan("--gpus=0")
 
 
+def test_ranks_that_hold_microbatches_together(plan: Plan):
+    """The mesh, fewer rows for each rank, and a refusal that says which degrees there are."""
+    gpus = ("--gpus=4", "--rollout.group_size=400", "--model.recompute=none")
+    _, apart, _ = plan(*gpus)
+    status, together, _ = plan(*gpus, "--trainer.sequence_parallel=2")
+    assert status == 0
+    assert "this run has 4 processes: 2 data ranks x 2 sequence ranks" in together
+    assert "Each data rank computes" in together and "Each rank computes" in apart
+    assert "are scored, shared out over 2 ranks:" in together
+    halved, whole = (_mib(page, "activations of the largest microbatch") for page in (together, apart))
+    assert 0.5 <= halved / whole < 0.6
+    status, _, err = plan("--trainer.sequence_parallel=2")
+    assert status == 2
+    assert "this run has one; start more" in err
+    status, _, err = plan(*gpus, "--trainer.sequence_parallel=3")
+    assert status == 2
+    assert "trainer.sequence_parallel = 3 does not divide the 4 processes" in err
+
+
+def _mib(page: str, name: str) -> float:
+    found = re.search(rf"{name}\s+([\d.]+) MiB", page)
+    assert found is not None, page
+    return float(found[1])
+
+
 def test_run_folder_that_train_would_resume_or_refuse(plan: Plan, folder: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", str(folder / "recipe.toml"), "--trainer.num_steps=1"]) == 0
     before = files_of(folder / "runs")
