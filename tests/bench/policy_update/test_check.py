@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.bench.attention.inputs import varlen_stand_in
-from tests.bench.policy_update.stand_ins import WRONG
+from tests.bench.policy_update.stand_ins import WRONG, peer_kernel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -56,7 +56,7 @@ def check(model: PreTrainedModel, of_model: Slice, name: str) -> dict[str, float
 
 
 def use(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) -> None:
-    monkeypatch.setattr(microbatches, "load_kernel", lambda *_: kernel)
+    monkeypatch.setattr(microbatches, "load_kernel", lambda *_: peer_kernel(kernel))
 
 
 def test_all_variants_compute_the_update(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch):

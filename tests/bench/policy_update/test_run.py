@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.bench.attention.inputs import varlen_stand_in
-from tests.bench.policy_update.stand_ins import WRONG
+from tests.bench.policy_update.stand_ins import WRONG, peer_kernel
 
 from ratoon.bench.policy_update import microbatches, run
 from ratoon.bench.policy_update.cases import CASES
@@ -19,7 +19,7 @@ TINY = ["bench", "policy-update", "--cases", "tiny", "--budget-ms", "1"]
 
 @pytest.fixture
 def peers_on_cpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(microbatches, "load_kernel", lambda *_: varlen_stand_in)
+    monkeypatch.setattr(microbatches, "load_kernel", lambda *_: peer_kernel(varlen_stand_in))
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -75,7 +75,7 @@ def test_a_red_check_prints_no_speed(
     monkeypatch.setattr(
         microbatches,
         "load_kernel",
-        lambda impl, device: WRONG["first key unseen"] if impl == "fa2" else right(impl, device),
+        lambda impl, device: peer_kernel(WRONG["first key unseen"]) if impl == "fa2" else right(impl, device),
     )
     results = tmp_path / "rows.jsonl"
     arguments = [*TINY, "--impls", "auto/none/none", "--peers", "fa2/none/none,fa4/none/none"]
