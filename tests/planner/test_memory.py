@@ -229,7 +229,7 @@ def estimate(**changes: Any) -> MemoryEstimate:
     settings: dict[str, Any] = {
         "parameters": 1000, "trainable": 1000, "dtype_bytes": 2, "reference": 0, "recompute": "none", "only": False,
         "shards": 1, "rows": 100, "scored": 60, "compiled": False, "shape": SHAPE, "on_cuda": False, "rank": 0,
-        "on_host": False, "eight_bit": False,
+        "on_host": False, "eight_bit": False, "four_bit": 0,
     }  # fmt: skip
     settings |= changes
     return estimate_memory(
@@ -241,6 +241,7 @@ def estimate(**changes: Any) -> MemoryEstimate:
             num_reference_parameters=settings["reference"],
             is_optimizer_on_host=settings["on_host"],
             has_eight_bit_moments=settings["eight_bit"],
+            num_four_bit_parameters=settings["four_bit"],
         ),
         MicrobatchSize(
             num_rows=settings["rows"],
@@ -392,3 +393,12 @@ def test_eight_bit_moments_are_a_byte_and_a_scale_for_each_block():
     assert estimate(eight_bit=True).optimizer_scratch == 5 * 4 * 64 * 97  # float32 of the embedding
     with pytest.raises(ValueError, match="not on the host"):
         estimate(eight_bit=True, on_host=True)
+
+
+def test_weights_in_four_bits_are_half_a_byte_and_a_scale_for_each_block():
+    """900 of 1000 weights are 15 blocks of 64; a product makes one matrix of 64 x 160 anew."""
+    plain, rounded = estimate(trainable=10, rank=2), estimate(trainable=10, rank=2, four_bit=900)
+    assert (plain.weights, rounded.weights) == (2000, 2 * 100 + 450 + 4 * 15)
+    assert rounded.moments == plain.moments
+    assert 0 <= rounded.scratch - plain.scratch <= 2 * SHAPE.hidden_size * SHAPE.intermediate_size
+    assert estimate(trainable=10, rank=2, four_bit=900, rows=1).scratch >= 2 * 64 * SHAPE.intermediate_size

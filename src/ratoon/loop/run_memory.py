@@ -65,6 +65,7 @@ class RunMemory:
                 num_trainable_parameters=model.num_trained,
                 dtype_bytes=DTYPES[recipe.model.dtype].itemsize,
                 num_reference_parameters=model.num_parameters if has_second_model else 0,
+                num_four_bit_parameters=model.num_quantised,
                 is_optimizer_on_host=recipe.trainer.offload_optimizer,
                 has_eight_bit_moments=recipe.trainer.optimizer_states == "8bit",
             ),
