@@ -33,8 +33,10 @@ VARIANTS = ("auto/none/none", "auto/full/none", "fa2/none/none", "fa4/selective/
 torch.set_num_threads(1)
 
 
-@pytest.fixture(params=["float32", "bfloat16", "experts, float32", "experts, bfloat16"])
+@pytest.fixture(params=["float32", "bfloat16", "experts, float32", "experts, bfloat16", "adapters"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    if request.param == "adapters":
+        return build_model(CASES["tiny-lora"].decoder, CPU, lora_rank=4)
     decoder = CASES["tiny-experts" if "experts" in request.param else "tiny"].decoder
     return build_model(decoder, CPU) if "float32" in request.param else wide_init(decoder)
 

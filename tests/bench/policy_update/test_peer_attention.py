@@ -65,6 +65,22 @@ def test_a_compiled_layer_of_a_peer_is_one_graph(impl: str, recompute: str):
     assert not counters["graph_break"]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("impl", ["auto", "fa4"])
+def test_layers_with_adapters_are_compiled_whole(impl: str):
+    """Two graphs: nothing before the first layer learns, so that its input has no gradient."""
+    variant = Variant.named(f"{impl}/none/layers")
+    model = build_model(TINY, CPU, lora_rank=4)
+    wanted = update(model, variant, 23, [5, 9, 1])
+    assert all("lora" in name and gradient.any() for name, gradient in wanted.items())
+    set_compile(model, "layers", backend="aot_eager")
+    for name, gradient in update(model, variant, 23, [5, 9, 1]).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6, msg=name)
+    update(model, variant, 7, [40, 3, 11])
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+
+
 def make_attention(has_copies: bool) -> PeerAttention:
     """Two runs; the second reads the first's keys before its own."""
     rows = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]) if has_copies else torch.arange(5)
