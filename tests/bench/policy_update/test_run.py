@@ -184,13 +184,17 @@ def test_everything_runs_on_the_gpu():
     peers = ["fa2-today", "fa2/none/layers", "fa4/selective/layers", "kv-copy-fa4/full/layers"]
     outcome = run.bench_updates(cases=["tiny"], impls=list(OUR_VARIANTS), peers=peers, budget_s=0.01, command="")
     experts = run.bench_updates(
-        cases=["tiny-experts"], impls=["auto/none/none"], peers=["fa2/none/none"], budget_s=0.01, command=""
+        cases=["tiny-experts"],
+        impls=["auto/none/none", "auto/none/layers"],
+        peers=["fa2/none/none"],
+        budget_s=0.01,
+        command="",
     )
     adapters = run.bench_updates(
         cases=["tiny-lora"], impls=["auto/none/layers"], peers=["fa2/selective/layers"], budget_s=0.01, command=""
     )
     assert not outcome.failed and not experts.failed and not adapters.failed
     assert {row.figures["variant"] for row in outcome.rows} >= {*OUR_VARIANTS, "fa2-today"}
-    assert len(experts.rows) == len(adapters.rows) == 2
+    assert (len(experts.rows), len(adapters.rows)) == (3, 2)
     assert all(row.figures["optimizer_s"] > 0 for row in (*outcome.rows, *adapters.rows))  # type: ignore[operator]
     assert all(row.figures["peak_gib"] > 0 for row in outcome.rows)  # type: ignore[operator]

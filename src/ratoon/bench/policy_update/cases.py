@@ -126,7 +126,8 @@ _CASES = (
     ),
     UpdateCase(
         name="30b-a3b-cut-p8192-r512-n16", decoder=_QWEN3_30B_A3B_CUT, P=8192, R=512, N=16,
-        ours=("auto/none/none", "auto/none/layers"), peers=("fa4/none/none", "kv-copy-fa4/none/none"),
+        ours=("auto/none/none", "auto/none/layers"),
+        peers=("fa4/none/none", "fa4/none/layers", "kv-copy-fa4/none/none"),
         is_default=False,
     ),
     UpdateCase(
