@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from ratoon.layout import pack_groups
-from ratoon.models import attach, forward_logprobs, model_shape, set_compile, set_recompute
+from ratoon.models import KeptPrompt, attach, forward_logprobs, model_shape, set_compile, set_recompute
 from ratoon.models.adapters import add_adapters
 from ratoon.models.config import LoraConfig
 from ratoon.ops.logprob import tiling
@@ -96,6 +96,36 @@ def test_activations_are_what_autograd_keeps(
     estimated = activation_bytes(SHAPE, size, dtype.itemsize)
     kept = kept_bytes(model, P, R, N) - (P + N * R) * rotary_bytes(recompute, dtype)
     assert estimated == pytest.approx(kept, rel=0.03)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kept_prompt_adds_its_keys_gradients_and_empty_queries(dtype: torch.dtype, recompute: RecomputeMode):
+    """What autograd keeps of the prompt's pass and of its responses', and the kept keys with their gradients."""
+    P, R, N = 41, 20, 5
+    model = set_recompute(make_model("qwen3", dtype), recompute).train()
+    group = RolloutGroup(Prompt("p", np.arange(P) % 50), tuple(Response(np.arange(R) % 50) for _ in range(N)))
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    held: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = KeptPrompt.keep(model, group.prompt.token_ids)
+        forward_logprobs(model, pack_groups([group]), kept=kept)
+    keys = [tensor for pair in kept.keys.pairs() for tensor in pair]
+    held |= {tensor.untyped_storage().data_ptr(): tensor for tensor in keys}
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+    elements = P * SHAPE.num_layers * 2 * SHAPE.num_kv_heads * SHAPE.head_dim
+    measured += elements * (dtype.itemsize + 4)  # a microbatch's gradients of keys and values, and their sums
+    size = MicrobatchSize(
+        num_rows=P + N * R, num_scored=N * R, recompute=recompute, has_qk_norm=True, num_kept_rows=P
+    )  # fmt: skip
+    measured -= (P + N * R) * rotary_bytes(recompute, dtype)
+    assert activation_bytes(SHAPE, size, dtype.itemsize) == pytest.approx(measured, rel=0.05)
 
 
 def rotary_bytes(recompute: RecomputeMode, dtype: torch.dtype) -> int:

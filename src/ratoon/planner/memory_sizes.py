@@ -101,6 +101,9 @@ class MicrobatchSize:
     adapter_rank: int = 0
     """Of adapters on every linear layer, beside weights that are frozen; 0: the weights themselves train."""
 
+    num_kept_rows: int = 0
+    """Of `num_rows`: a prompt's that was computed before, for this pass and others (`StepPlan.kept_runs`)."""
+
     num_sharers: int = 1
     """Ranks that hold the pass together: rows and scored tokens are one rank's, and attention runs on all rows of some
     heads."""
