@@ -186,7 +186,7 @@ def test_row_counts_are_those_of_the_packed_microbatches():
 
 
 def test_rows_of_kept_prompts_are_counted():
-    groups = [RolloutGroup(Prompt("p", [3] * 10), (Response([4] * 6),) * 4)]
+    groups = [RolloutGroup(Prompt("p", np.full(10, 3)), (Response(np.full(6, 4)),) * 4)]
     (update,) = plan_updates(
         groups, num_updates=1, num_ranks=1, max_rows_per_microbatch=22,
         cost=CostModel(seconds_per_microbatch=0.0), keeps_prompts=True,
@@ -225,16 +225,16 @@ def test_the_peak_of_a_phase_is_its_own(monkeypatch: pytest.MonkeyPatch):
     resident["VmHWM"] = 3 * GIB
     watch.enter("checkpoint")
     resident["VmHWM"] = 900 * GIB
-    found = watch.of_step([[(100, 50)]])
+    found = watch.of_step([[(100, 50, 0)]])
     assert found.peak_bytes == 499 * GIB
     assert found.warning is None
     watch.enter("update")
     resident["VmHWM"] = 800 * GIB
-    again = watch.of_step([[(100, 50)]])
+    again = watch.of_step([[(100, 50, 0)]])
     assert again.peak_bytes == 799 * GIB
     assert again.warning is not None and "799.0 GiB" in again.warning
     assert watch.of_step([]) == StepMemory(peak_bytes=None, predicted_bytes=None)
-    assert watch_of(None).of_step([[(5, 2)]]).predicted_bytes is None
+    assert watch_of(None).of_step([[(5, 2, 0)]]).predicted_bytes is None
 
 
 def test_a_run_says_its_choice_once_and_logs_both_numbers(tiny: TinyRun):
