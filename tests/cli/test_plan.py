@@ -28,13 +28,14 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def plan(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """`ratoon plan` of the tiny recipe, where loading a model's weights is a failure: (status, out, err)."""
+    """`ratoon plan` of the tiny recipe, where loading or making a model's weights is a failure: (status, out, err)."""
 
     def no_weights(*_: object, **__: object) -> None:
         raise AssertionError("weights were loaded")
 
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(PreTrainedModel, "from_pretrained", no_weights)
+        monkeypatch.setattr("ratoon.models.fresh.Qwen3ForCausalLM", no_weights)
         capsys.readouterr()
         status = main(["plan", str(folder / "recipe.toml"), *arguments])
         captured = capsys.readouterr()
