@@ -155,8 +155,9 @@ def test_memory_of_each_mode_and_of_ranks_that_share_the_model(plan: Plan):
     assert "this run has 4 ranks" in whole
     assert "gathered" not in whole
     assert "this run has 2 ranks" in plan("--trainer.num_processes=2")[1]
-    with pytest.raises(SystemExit):
-        plan("--gpus=0")
+    for wrong in ("0", "65537", "1" + "0" * 30):
+        with pytest.raises(SystemExit):
+            plan(f"--gpus={wrong}")
 
 
 def test_ranks_that_hold_microbatches_together(plan: Plan):
