@@ -77,7 +77,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c in list(CASES)[:3] else pytest.mark.full) for c in CASES]
+    "case", [pytest.param(c, marks=() if c in list(CASES)[:1] else pytest.mark.full) for c in CASES]
 )
 def test_two_ranks_run_as_one(
     tiny: TinyRun, forks: ForkServerContext, command: Callable[[list[str]], Outcome], tmp_path: Path, case: str
