@@ -3,10 +3,10 @@
 from typing import get_args
 
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ratoon.models.config import Compile
 from ratoon.models.interface import attachment_of
+from ratoon.models.layers import marked_layers
 from ratoon.types import UserError
 
 _MOST_GRAPHS = 64
@@ -16,7 +16,7 @@ the compiler's own limit of 8, behind which it gives up and runs the function as
 
 def can_compile(model: PreTrainedModel) -> bool:
     """Whether the model marks its layers, which are what is compiled."""
-    return any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+    return bool(marked_layers(model))
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
@@ -38,7 +38,7 @@ def set_compile(model: PreTrainedModel, mode: Compile, *, backend: str = "induct
     if mode not in get_args(Compile):
         raise ValueError(f"compile must be one of {', '.join(get_args(Compile))}, got {mode!r}")
     attachment_of(model)  # refuses a model whose attention a compiler would look into
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = marked_layers(model)
     if mode == "layers" and not layers:
         raise UserError(
             f"{type(model).__name__} does not mark its layers, which are what is compiled; use compile = 'none' with it"
