@@ -22,6 +22,7 @@ from ratoon.models import interface
 from ratoon.types import UserError
 
 
+@pytest.mark.full
 def test_rows_under_torchrun(tmp_path: Path):
     results = tmp_path / "rows.jsonl"
     root = Path(__file__).parents[2]

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks with GP
 CPU = torch.device("cpu")
 
 
+@pytest.mark.full
 def test_rows_under_torchrun(tmp_path: Path):
     results = tmp_path / "rows.jsonl"
     root = Path(__file__).parents[2]
@@ -171,6 +172,7 @@ def compiled_steps_between_updates(ranks: DataParallel, _: Path) -> dict[str, An
     return found
 
 
+@pytest.mark.full
 def test_graphs_hold_no_gathered_weights(tmp_path: Path):
     """A graph that kept the weights of the step that it was compiled in would be right in that step alone."""
     for found in run_on_ranks(2, compiled_steps_between_updates, tmp_path):

@@ -140,6 +140,9 @@ def test_interrupt_before_the_run_begins_is_no_traceback(
     monkeypatch.setattr("ratoon.cli.train._run", interrupt)
     assert main(["train", "r.toml"]) == 130
     assert "goes on from the last checkpoint" in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(["train", "r.toml"]) == 130
+    assert capsys.readouterr().err == "", "the first rank has said it"
 
 
 def test_named_pipe_as_recipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -28,13 +28,14 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def plan(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """`ratoon plan` of the tiny recipe, where loading a model's weights is a failure: (status, out, err)."""
+    """`ratoon plan` of the tiny recipe, where loading or making a model's weights is a failure: (status, out, err)."""
 
     def no_weights(*_: object, **__: object) -> None:
         raise AssertionError("weights were loaded")
 
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(PreTrainedModel, "from_pretrained", no_weights)
+        monkeypatch.setattr("ratoon.models.fresh.Qwen3ForCausalLM", no_weights)
         capsys.readouterr()
         status = main(["plan", str(folder / "recipe.toml"), *arguments])
         captured = capsys.readouterr()
@@ -154,8 +155,34 @@ def test_memory_of_each_mode_and_of_ranks_that_share_the_model(plan: Plan):
     assert "this run has 4 ranks" in whole
     assert "gathered" not in whole
     assert "this run has 2 ranks" in plan("--trainer.num_processes=2")[1]
-    with pytest.raises(SystemExit):
-        plan("--gpus=0")
+    for wrong in ("0", "65537", "1" + "0" * 30):
+        with pytest.raises(SystemExit):
+            plan(f"--gpus={wrong}")
+
+
+def test_ranks_that_hold_microbatches_together(plan: Plan):
+    """The mesh, fewer rows for each rank, and a refusal that says which degrees there are."""
+    gpus = ("--gpus=4", "--rollout.group_size=400", "--model.recompute=none")
+    _, apart, _ = plan(*gpus)
+    status, together, _ = plan(*gpus, "--trainer.sequence_parallel=2")
+    assert status == 0
+    assert "this run has 4 processes: 2 data ranks x 2 sequence ranks" in together
+    assert "Each data rank computes" in together and "Each rank computes" in apart
+    assert "are scored, shared out over 2 ranks:" in together
+    halved, whole = (_mib(page, "activations of the largest microbatch") for page in (together, apart))
+    assert 0.5 <= halved / whole < 0.6
+    status, _, err = plan("--trainer.sequence_parallel=2")
+    assert status == 2
+    assert "this run has one; start more" in err
+    status, _, err = plan(*gpus, "--trainer.sequence_parallel=3")
+    assert status == 2
+    assert "trainer.sequence_parallel = 3 does not divide the 4 processes" in err
+
+
+def _mib(page: str, name: str) -> float:
+    found = re.search(rf"{name}\s+([\d.]+) MiB", page)
+    assert found is not None, page
+    return float(found[1])
 
 
 def test_run_folder_that_train_would_resume_or_refuse(plan: Plan, folder: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,8 +1,10 @@
 """How a process finds its place: torchrun's variables, right and wrong."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,36 @@ def test_ranks_that_never_start_end_the_wait():
     """verl#7155: a wait without an end, and without a name, is what users suffer from."""
     with pytest.raises(CollectiveError, match=r"rank 1 of 2 could not join the others at 127.0.0.1:1 within 1 s"):
         from_environment(environment=LAUNCH | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, timeout_s=1)
+
+
+ALONE = """
+import threading, time
+from ratoon.distributed import from_environment
+threading.Timer(1.0, lambda: print("waits", flush=True)).start()
+from_environment(timeout_s=100)
+"""
+
+
+def test_ctrl_c_ends_the_wait():
+    """torch does not look for signals while it waits for ranks that the same Ctrl-C may have ended."""
+    source = str(Path(__file__).parents[2] / "src")
+    waiting = subprocess.Popen(
+        [sys.executable, "-c", ALONE],
+        env=os.environ | LAUNCH | {"PYTHONPATH": source, "WORLD_SIZE": "2", "MASTER_PORT": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    with waiting:
+        try:
+            assert waiting.stdout is not None and waiting.stdout.readline() == b"waits\n"
+            started = time.monotonic()
+            waiting.send_signal(signal.SIGINT)
+            assert waiting.wait(timeout=30) == -signal.SIGINT
+            assert time.monotonic() - started < 20
+            assert waiting.stderr is not None and b"Traceback" not in waiting.stderr.read()
+        finally:
+            waiting.kill()
 
 
 @pytest.mark.full

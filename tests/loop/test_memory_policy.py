@@ -182,15 +182,29 @@ def test_row_counts_are_those_of_the_packed_microbatches():
                 pack_groups([update.groups[index].select(chosen) for index, chosen in parts])
                 for parts in update.plan.assignment[rank]
             ]
-            assert row_counts(update, rank) == [(layout.num_rows, layout.num_scored) for layout in layouts]
+            assert row_counts(update, rank) == [(layout.num_rows, layout.num_scored, 0) for layout in layouts]
+
+
+def test_rows_of_kept_prompts_are_counted():
+    groups = [RolloutGroup(Prompt("p", np.full(10, 3)), (Response(np.full(6, 4)),) * 4)]
+    (update,) = plan_updates(
+        groups, num_updates=1, num_ranks=1, max_rows_per_microbatch=22,
+        cost=CostModel(seconds_per_microbatch=0.0), keeps_prompts=True,
+    )  # fmt: skip
+    assert row_counts(update, 0) == [(22, 12, 10), (22, 12, 10)]
+    plain, kept = (MEMORY.of_updates([[(22, 12, rows)]], "none") for rows in (0, 10))
+    assert plain is not None and kept is not None and kept.activations > plain.activations
 
 
 def test_a_step_is_predicted_by_its_largest_microbatch():
-    small, large = MEMORY.of_updates([[(100, 50)]], "none"), MEMORY.of_updates([[(100, 50), (9000, 8000)]], "none")
+    small, large = (
+        MEMORY.of_updates([[(100, 50, 0)]], "none"),
+        MEMORY.of_updates([[(100, 50, 0), (9000, 8000, 0)]], "none"),
+    )
     assert small is not None and large is not None
     assert large.activations > small.activations
     assert (small.kept_gradients, large.kept_gradients) == (0, large.gradients)
-    assert MEMORY.of_updates([[(0, 0)]], "none") is None
+    assert MEMORY.of_updates([[(0, 0, 0)]], "none") is None
 
 
 def watch_of(memory: RunMemory | None, recompute: RecomputeMode = "none") -> MemoryWatch:
@@ -211,16 +225,16 @@ def test_the_peak_of_a_phase_is_its_own(monkeypatch: pytest.MonkeyPatch):
     resident["VmHWM"] = 3 * GIB
     watch.enter("checkpoint")
     resident["VmHWM"] = 900 * GIB
-    found = watch.of_step([[(100, 50)]])
+    found = watch.of_step([[(100, 50, 0)]])
     assert found.peak_bytes == 499 * GIB
     assert found.warning is None
     watch.enter("update")
     resident["VmHWM"] = 800 * GIB
-    again = watch.of_step([[(100, 50)]])
+    again = watch.of_step([[(100, 50, 0)]])
     assert again.peak_bytes == 799 * GIB
     assert again.warning is not None and "799.0 GiB" in again.warning
     assert watch.of_step([]) == StepMemory(peak_bytes=None, predicted_bytes=None)
-    assert watch_of(None).of_step([[(5, 2)]]).predicted_bytes is None
+    assert watch_of(None).of_step([[(5, 2, 0)]]).predicted_bytes is None
 
 
 def test_a_run_says_its_choice_once_and_logs_both_numbers(tiny: TinyRun):

@@ -1,5 +1,6 @@
 """`ratoon train` on ranks that hold each microbatch together, against one process."""
 
+import signal
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -10,6 +11,7 @@ from tests.loop.test_several_ranks import (
     SHORT,
     assert_same_run,
     assert_same_run_without_evaluations,
+    die_in_the_update,
     metrics_rows,
     run_of_one,
 )
@@ -23,12 +25,13 @@ CASES: dict[str, tuple[str, ...]] = {
     "a penalty in the reward": VARIANTS["a penalty in the reward"],
     "dynamic sampling": VARIANTS["dynamic sampling"],
     "small microbatches": ("--planner.max_rows_per_microbatch=9", "--model.recompute=full"),
+    "compiled layers": ("--model.compile=layers", "--trainer.sharding=full", "--model.recompute=selective"),
     "kept tokens and a correction": ("--rollout.top_k=4", "--algorithm.mismatch_correction=token-tis"),
 }
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c in list(CASES)[:2] else pytest.mark.full) for c in CASES]
+    "case", [pytest.param(c, marks=() if c in list(CASES)[:1] else pytest.mark.full) for c in CASES]
 )
 def test_two_ranks_together_run_as_one(
     tiny: TinyRun, forks: ForkServerContext, command: Callable[[list[str]], Outcome], tmp_path: Path, case: str
@@ -36,6 +39,7 @@ def test_two_ranks_together_run_as_one(
     ranks = start_ranks(forks, tiny, *SHORT, TOGETHER, *CASES[case])
     expected = run_of_one(tmp_path, command, *SHORT, *CASES[case])
     assert ranks.join() == (0, 0), ranks.said()
+    assert not ranks.complaints()
     assert_same_run(tiny.run_dir, expected)
     assert "2 processes train together: 1 data rank x 2 sequence ranks; each holds" in ranks.said()[0]
     mine, others = (metrics_rows(run_dir, "train") for run_dir in (tiny.run_dir, expected))
@@ -57,6 +61,7 @@ def test_four_ranks_two_by_two(
     assert "4 processes train together: 2 data ranks x 2 sequence ranks; " in ranks.said()[0]
 
 
+@pytest.mark.full
 def test_another_degree_goes_on(tiny: TinyRun, forks: ForkServerContext, undisturbed: Path):
     """Checkpoints do not know it, and the recipe's key may change."""
     together = start_ranks(forks, tiny, TOGETHER, "--trainer.num_steps=2")
@@ -89,6 +94,13 @@ def test_a_degree_that_does_not_work_is_told_once(
     (complaint,) = ranks.complaints()
     assert f"trainer.sequence_parallel = {degree}" in complaint and words in complaint
     assert sum(text.count("\n") for text in ranks.said()) == 1, ranks.said()
+
+
+def test_a_rank_that_dies_ends_the_others_by_name(tiny: TinyRun, forks: ForkServerContext):
+    ranks = start_ranks(forks, tiny, *SHORT, TOGETHER, "--trainer.sharding=none", disturb=die_in_the_update)
+    assert ranks.join() == (1, -signal.SIGKILL), ranks.said()
+    (complaint,) = ranks.complaints()
+    assert "rank 0 of 2 that hold microbatches together" in complaint and "died or hangs" in complaint
 
 
 def test_one_process_shares_with_nobody(tiny: TinyRun):

@@ -122,7 +122,7 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch):
     wrong: Any = "all"
     with pytest.raises(ValueError, match="compile must be one of none, layers, got 'all'"):
         set_compile(model, wrong)
-    monkeypatch.setattr("ratoon.models.compiled.GradientCheckpointingLayer", int)
+    monkeypatch.setattr("ratoon.models.layers.GradientCheckpointingLayer", int)
     with pytest.raises(UserError, match="does not mark its layers"):
         set_compile(model, "layers")
 

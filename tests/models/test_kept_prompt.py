@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.parity.families import VOCAB_SIZE, build_model, gradients
+from torch._dynamo import config as compiler_config
+from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from ratoon.layout import pack_groups
@@ -117,6 +119,28 @@ def test_compiled():
     set_compile(model, "layers", backend="aot_eager")
     assert_same(update_kept(model, group, [[0, 3], [1], [2]]), wanted)
     assert_same(update_whole(model, group), wanted)
+
+
+@pytest.mark.full
+def test_compiled_layers_of_two_windows_have_a_graph_for_every_pass():
+    """Windows, gradients on and off, prompts and what goes on from them: beyond the compiler's limit it would only
+    warn, and run what stands around the attention as it is."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = set_compile(attach(build_model("gemma2", dtype=torch.float32)), "layers", backend="aot_eager")
+
+    def passes(group: RolloutGroup) -> int:
+        with torch.no_grad():
+            kept = KeptPrompt.keep(model, group.prompt.token_ids)
+            forward_logprobs(model, pack_groups([group]), kept=kept)
+            forward_logprobs(model, pack_groups([group]))
+        update_kept(model, group, [[0], [1]])
+        update_whole(model, group)
+        return counters["stats"]["unique_graphs"]
+
+    with compiler_config.patch(fail_on_recompile_limit_hit=True):
+        num_graphs = passes(make_group(13, 6, 9))
+        assert [passes(make_group(7, 5, 2)), passes(make_group(29, 11, 21))] == [num_graphs, num_graphs]
 
 
 def test_without_gradients_and_with_supports():

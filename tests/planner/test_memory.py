@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from ratoon.layout import pack_groups
-from ratoon.models import attach, forward_logprobs, model_shape, set_compile, set_recompute
+from ratoon.models import KeptPrompt, attach, forward_logprobs, model_shape, set_compile, set_recompute
 from ratoon.models.adapters import add_adapters
 from ratoon.models.config import LoraConfig
 from ratoon.ops.logprob import tiling
@@ -96,6 +96,36 @@ def test_activations_are_what_autograd_keeps(
     estimated = activation_bytes(SHAPE, size, dtype.itemsize)
     kept = kept_bytes(model, P, R, N) - (P + N * R) * rotary_bytes(recompute, dtype)
     assert estimated == pytest.approx(kept, rel=0.03)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kept_prompt_adds_its_keys_gradients_and_empty_queries(dtype: torch.dtype, recompute: RecomputeMode):
+    """What autograd keeps of the prompt's pass and of its responses', and the kept keys with their gradients."""
+    P, R, N = 41, 20, 5
+    model = set_recompute(make_model("qwen3", dtype), recompute).train()
+    group = RolloutGroup(Prompt("p", np.arange(P) % 50), tuple(Response(np.arange(R) % 50) for _ in range(N)))
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    held: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = KeptPrompt.keep(model, group.prompt.token_ids)
+        forward_logprobs(model, pack_groups([group]), kept=kept)
+    keys = [tensor for pair in kept.keys.pairs() for tensor in pair]
+    held |= {tensor.untyped_storage().data_ptr(): tensor for tensor in keys}
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+    elements = P * SHAPE.num_layers * 2 * SHAPE.num_kv_heads * SHAPE.head_dim
+    measured += elements * (dtype.itemsize + 4)  # a microbatch's gradients of keys and values, and their sums
+    size = MicrobatchSize(
+        num_rows=P + N * R, num_scored=N * R, recompute=recompute, has_qk_norm=True, num_kept_rows=P
+    )  # fmt: skip
+    measured -= (P + N * R) * rotary_bytes(recompute, dtype)
+    assert activation_bytes(SHAPE, size, dtype.itemsize) == pytest.approx(measured, rel=0.05)
 
 
 def rotary_bytes(recompute: RecomputeMode, dtype: torch.dtype) -> int:
@@ -229,7 +259,7 @@ def estimate(**changes: Any) -> MemoryEstimate:
     settings: dict[str, Any] = {
         "parameters": 1000, "trainable": 1000, "dtype_bytes": 2, "reference": 0, "recompute": "none", "only": False,
         "shards": 1, "rows": 100, "scored": 60, "compiled": False, "shape": SHAPE, "on_cuda": False, "rank": 0,
-        "on_host": False, "eight_bit": False,
+        "on_host": False, "eight_bit": False, "four_bit": 0,
     }  # fmt: skip
     settings |= changes
     return estimate_memory(
@@ -241,6 +271,7 @@ def estimate(**changes: Any) -> MemoryEstimate:
             num_reference_parameters=settings["reference"],
             is_optimizer_on_host=settings["on_host"],
             has_eight_bit_moments=settings["eight_bit"],
+            num_four_bit_parameters=settings["four_bit"],
         ),
         MicrobatchSize(
             num_rows=settings["rows"],
@@ -384,11 +415,20 @@ def test_nonsense_is_refused(change: dict[str, int]):
 
 
 def test_eight_bit_moments_are_a_byte_and_a_scale_for_each_block():
-    """1000 weights are 4 blocks of 256; masters and gradients stay float32, and a GPU's update needs no roots."""
+    """1000 weights are 4 blocks of 256; masters and gradients stay float32."""
     plain, rounded = estimate(on_cuda=True), estimate(on_cuda=True, eight_bit=True)
     assert (plain.moments, rounded.moments) == (8000, 2 * (1000 + 4 * 4))
     assert (rounded.masters, rounded.gradients) == (plain.masters, plain.gradients) == (4000, 4000)
-    assert (plain.optimizer_scratch, rounded.optimizer_scratch) == (4000, 0)
+    assert (plain.optimizer_scratch, rounded.optimizer_scratch) == (0, 0), "fused updates need nothing"
     assert estimate(eight_bit=True).optimizer_scratch == 5 * 4 * 64 * 97  # float32 of the embedding
     with pytest.raises(ValueError, match="not on the host"):
         estimate(eight_bit=True, on_host=True)
+
+
+def test_weights_in_four_bits_are_half_a_byte_and_a_scale_for_each_block():
+    """900 of 1000 weights are 15 blocks of 64; a product makes one matrix of 64 x 160 anew."""
+    plain, rounded = estimate(trainable=10, rank=2), estimate(trainable=10, rank=2, four_bit=900)
+    assert (plain.weights, rounded.weights) == (2000, 2 * 100 + 450 + 4 * 15)
+    assert rounded.moments == plain.moments
+    assert 0 <= rounded.scratch - plain.scratch <= 2 * SHAPE.hidden_size * SHAPE.intermediate_size
+    assert estimate(trainable=10, rank=2, four_bit=900, rows=1).scratch >= 2 * 64 * SHAPE.intermediate_size

@@ -120,6 +120,58 @@ def test_a_restored_optimizer_continues_bitwise(dtype: torch.dtype):
         assert not torch.equal(optimizer.masters[0], optimizer.parameters[0].float())
 
 
+@pytest.mark.parametrize("is_fused", [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_fused_and_other_optimizers_read_one_anothers_checkpoints(
+    dtype: torch.dtype, is_fused: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+):
+    """GPUs update by one fused kernel since it was chosen; checkpoints from before hold `step` on the host."""
+
+    def make(parameters: list[nn.Parameter], is_fused: bool) -> MasterOptimizer:
+        monkeypatch.setattr("ratoon.trainer.optimizer.has_fused_update", lambda _: is_fused)
+        optimizer = make_optimizer(parameters, weight_decay=0.1)
+        assert [group["fused"] for group in optimizer.adamw.param_groups] == [is_fused or None] * 2
+        return optimizer
+
+    def train(optimizer: MasterOptimizer, seeds: range) -> None:
+        for seed in seeds:
+            give_gradients(optimizer, seed)
+            optimizer.step(learning_rate=1e-2, max_grad_norm=1.0)
+
+    whole = make(make_parameters(dtype), False)
+    train(whole, range(6))
+    first = make(make_parameters(dtype), is_fused[0])
+    train(first, range(3))
+    second = make([nn.Parameter(value) for value in values(first.parameters)], is_fused[1])
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert [group["fused"] for group in second.adamw.param_groups] == [is_fused[1] or None] * 2
+    train(second, range(3, 6))
+    assert {float(state["step"]) for state in second.adamw.state.values()} == {6.0}
+    for found, expected in zip(second.masters, whole.masters, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12 if dtype == torch.float64 else 1e-6, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gpus_update_is_fused_and_goes_on_from_others(dtype: torch.dtype):
+    """Against the update of the host, from a checkpoint whose `step` is there, at the same gradients."""
+    host = make_optimizer(make_parameters(dtype), weight_decay=0.1)
+    give_gradients(host, 0)
+    host.step(learning_rate=1e-2, max_grad_norm=1.0)
+    gpu = make_optimizer([nn.Parameter(value.cuda()) for value in values(host.parameters)], weight_decay=0.1)
+    assert all(group["fused"] for group in gpu.adamw.param_groups)
+    gpu.load_state_dict(copy.deepcopy(host.state_dict()))
+    for seed in (1, 2):
+        give_gradients(host, seed)
+        for master, of_host in zip(gpu.masters, host.masters, strict=True):
+            assert of_host.grad is not None
+            master.grad = of_host.grad.cuda()
+        for optimizer in (host, gpu):
+            optimizer.step(learning_rate=1e-2, max_grad_norm=1.0)
+    for found, expected in zip(gpu.masters, host.masters, strict=True):
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gradient_that_is_not_finite_is_refused(bad: float, dtype: torch.dtype):

@@ -27,7 +27,10 @@ def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 @pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "cut"])
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
 def test_ranks_step_as_one_process(found: list[Any], is_cut: bool, index: int):
-    """Losses, norms, counts, divergences and weights; with four ranks, of which two have nothing to do in one case."""
+    """Losses, norms, counts, divergences and weights; with four ranks, of which two have nothing to do in one case.
+
+    OpenRLHF#913, OpenRLHF#1168, verl#6267: masks or positions are wrong on shards of a sequence.
+    """
     expected = run(CASES[index], single_process())
     for of_rank in found:
         got = of_rank[is_cut][index]

@@ -67,7 +67,7 @@ def forest_attention(
         else:
             kernels = load_kernels(choice)
             out_THD = attend(q_THD, k_THD, v_THD, sinks_H, plan, scoring, kernels, deterministic=deterministic)
-    return out_THD[plan.first_query_row :]
+    return out_THD[plan.first_query_row :] if plan.first_query_row else out_THD
 
 
 def on_device_of(plan: AttentionPlan) -> AbstractContextManager[object]:

@@ -258,50 +258,36 @@ def _planner(known: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def _sequence_parallel(known: argparse.Namespace, _: Sequence[str]) -> int:
-    """Runs the benchmark on all ranks that torchrun started. Exits 1 where gradients differ."""
-    import torch
-
-    from ratoon.bench.rows import check_results
     from ratoon.bench.sequence_parallel import bench_sequence_parallel
-    from ratoon.distributed import from_environment
 
-    ranks = from_environment("cuda" if torch.cuda.is_available() else "cpu", timeout_s=900)
-    try:
-        if ranks.is_main:
-            check_results(known.results)
-        outcome = bench_sequence_parallel(
-            ranks,
-            cases=known.cases,
-            num_steps=known.steps,
-            command=_command_line(f"torchrun --nproc-per-node {ranks.world_size} -m ratoon.cli.main"),
-            results=known.results,
-            say=_say,
-        )
-    finally:
-        ranks.close()
-    return 1 if outcome.failed else 0
+    return _run_on_ranks(known, bench_sequence_parallel)
 
 
 def _weak_scaling(known: argparse.Namespace, _: Sequence[str]) -> int:
-    """Runs the benchmark on all ranks that torchrun started. Exits 1 where gradients differ."""
+    from ratoon.bench.weak_scaling import bench_weak_scaling
+
+    return _run_on_ranks(known, bench_weak_scaling, ways=known.ways)
+
+
+def _run_on_ranks(known: argparse.Namespace, measure: "Callable[..., Outcome]", **more: object) -> int:
+    """Runs a benchmark on all ranks that torchrun started. Exits 1 where gradients differ."""
     import torch
 
     from ratoon.bench.rows import check_results
-    from ratoon.bench.weak_scaling import bench_weak_scaling
     from ratoon.distributed import from_environment
 
     ranks = from_environment("cuda" if torch.cuda.is_available() else "cpu", timeout_s=900)
     try:
         if ranks.is_main:
             check_results(known.results)
-        outcome = bench_weak_scaling(
+        outcome = measure(
             ranks,
             cases=known.cases,
-            ways=known.ways,
             num_steps=known.steps,
             command=_command_line(f"torchrun --nproc-per-node {ranks.world_size} -m ratoon.cli.main"),
             results=known.results,
             say=_say,
+            **more,
         )
     finally:
         ranks.close()

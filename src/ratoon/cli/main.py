@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import ratoon
 from ratoon.cli import bench, data, doctor, evaluate, export, init, plan, train
 from ratoon.cli.complaint import complain
+from ratoon.cli.launch import is_first_of_host
 from ratoon.types.errors import UserError
 
 EXIT_INTERRUPTED = 130
@@ -54,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain(known.command, error)
         return 2
     except KeyboardInterrupt:
+        if not is_first_of_host():  # of the ranks that one Ctrl-C ends, one says so
+            return EXIT_INTERRUPTED
         resume = "; the same command goes on from the last checkpoint" if known.command == "train" else ""
         complain(known.command, f"stopped{resume}")
         return EXIT_INTERRUPTED

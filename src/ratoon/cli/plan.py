@@ -24,6 +24,9 @@ what a step is made of, what it costs and what memory it needs, and what `ratoon
 folder. It takes the same keys as `ratoon train`, and exits with 2 for what that would refuse.
 """
 
+_MOST_GPUS = 65_536
+"""Each has microbatches of its own, which takes this many half a minute to plan."""
+
 
 def register(commands: "Commands[argparse.ArgumentParser]") -> None:
     """Adds the command."""
@@ -36,7 +39,7 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
         takes_overrides=True,
     )
     parser.add_argument("recipe", type=Path, metavar="RECIPE.toml")
-    parser.add_argument("--gpus", type=_positive, metavar="K", help="plan for K GPUs that train together, here or not")
+    parser.add_argument("--gpus", type=_num_gpus, metavar="K", help="plan for K GPUs that train together, here or not")
     parser.add_argument("--full", action="store_true", help="show every key of the recipe, defaults included")
 
 
@@ -59,9 +62,9 @@ def _run(known: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 2 if problems else 0
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+def _num_gpus(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_GPUS:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {_MOST_GPUS:,}, got {text!r}")
     return int(text)
 
 

@@ -56,6 +56,7 @@ PEER_NAMES = (
     ),
     PeerNames("trainer.num_steps", ("max_steps",), ("total_training_steps",)),
     PeerNames("trainer.learning_rate", (), ("lr",), ("actor_learning_rate",)),
+    PeerNames("trainer.sequence_parallel", (), ("ulysses_sequence_parallel_size",), ("ring_attn_size",)),
     PeerNames("trainer.schedule", ("lr_scheduler_type",), (), ("lr_scheduler",)),
     PeerNames("trainer.warmup_steps", (), ("lr_warmup_steps",)),
     PeerNames("trainer.weight_decay", (), (), ("l2",)),

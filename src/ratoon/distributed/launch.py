@@ -1,7 +1,10 @@
 """How a process learns its place among the ranks."""
 
 import os
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
 
@@ -49,14 +52,15 @@ def from_environment(
     limit = timedelta(seconds=timeout_s)
     where = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
     try:
-        dist.init_process_group(
-            "nccl" if device_type == "cuda" else "gloo",
-            init_method=f"tcp://{where}" if environment is not os.environ else "env://",
-            rank=rank,
-            world_size=world_size,
-            timeout=limit,
-        )
-        control_group = dist.new_group(backend="gloo", timeout=limit) if device_type == "cuda" else None
+        with _ctrl_c_ends_the_process():
+            dist.init_process_group(
+                "nccl" if device_type == "cuda" else "gloo",
+                init_method=f"tcp://{where}" if environment is not os.environ else "env://",
+                rank=rank,
+                world_size=world_size,
+                timeout=limit,
+            )
+            control_group = dist.new_group(backend="gloo", timeout=limit) if device_type == "cuda" else None
         assert not isinstance(control_group, int), "every rank is a member of the control group"
     except (RuntimeError, ValueError) as error:
         raise CollectiveError(
@@ -66,6 +70,21 @@ def from_environment(
     return DataParallel(
         rank=rank, world_size=world_size, local_rank=local_rank, timeout_s=timeout_s, control_group=control_group
     )
+
+
+@contextmanager
+def _ctrl_c_ends_the_process() -> Iterator[None]:
+    """Where Python would hear of it once torch returns, which waits for ranks that may have ended by the same Ctrl-C.
+    Nothing has begun yet that this process would have to end in order."""
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _place(environment: Mapping[str, str]) -> tuple[int, int]:

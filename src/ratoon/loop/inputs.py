@@ -15,10 +15,10 @@ from ratoon.data.user_function import python_target
 from ratoon.loop.demonstrations import demonstrations_of
 from ratoon.models import (
     align_eos,
-    build_fresh,
     build_policy,
     check_token_ids,
     check_vocabulary,
+    fresh_tokenizer,
     load_tokenizer,
     preview_model,
 )
@@ -145,7 +145,7 @@ def check_attention(impl: AttentionImpl) -> None:
 def load_recipe_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     config = recipe.model
     if config.fresh is not None:
-        return build_fresh(config.fresh, recipe.run.seed)[1]
+        return fresh_tokenizer(config.fresh)
     assert config.path is not None, "a model config has a path or is fresh"
     return load_tokenizer(
         config.path,

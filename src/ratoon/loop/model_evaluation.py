@@ -12,7 +12,7 @@ from ratoon.config.recipe import Recipe
 from ratoon.data import load_prompts
 from ratoon.loop.evaluation import Answers, Evaluation, answer, measure
 from ratoon.loop.inputs import check_attention, load_model, resolve_device
-from ratoon.models import build_fresh, check_vocabulary, load_tokenizer, preview_model
+from ratoon.models import check_vocabulary, fresh_tokenizer, load_tokenizer, preview_model
 from ratoon.rewards import RewardPool
 from ratoon.rollout import RolloutEngine, build_engine
 from ratoon.types.errors import UserError, first_cause
@@ -74,7 +74,7 @@ def _tokenizer(recipe: Recipe, checkpoint: Path | None) -> PreTrainedTokenizerBa
     config = recipe.model
     has_own = checkpoint is not None and config.lora is None
     if not has_own and config.fresh is not None:
-        return build_fresh(config.fresh, recipe.run.seed)[1]
+        return fresh_tokenizer(config.fresh)
     path = checkpoint if has_own else config.path
     assert path is not None, "a model config has a path or is fresh"
     return load_tokenizer(

@@ -14,7 +14,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from ratoon.config.recipe import Recipe
-from ratoon.distributed import DataParallel, OtherRankError, on_each_kept, on_main
+from ratoon.distributed import DataParallel, OtherRankError, on_each, on_each_kept, on_main
 from ratoon.loop.device_memory import DeviceMemory
 from ratoon.loop.inputs import Inputs, check_attention, load_inputs, load_model, resolve_device
 from ratoon.loop.memory_policy import MemoryChoice, choose_recompute
@@ -127,7 +127,9 @@ def _load_run(
 ) -> SynchronousRun:
     """The run with its model and engine, before its first step."""
     device = resolve_device(recipe.trainer.device)
-    choice = on_main(ranks, "choice by memory", lambda: _choose_recompute(recipe, inputs, device, ranks))
+    devices = on_each(ranks, "memory of every rank", lambda: DeviceMemory.here(device))
+    fullest = min(devices, key=lambda found: found.usable_bytes)
+    choice = on_main(ranks, "choice by memory", lambda: _choose_recompute(recipe, inputs, fullest, ranks))
     view.say(choice.sentence)
     if choice.warning is not None:
         view.warn(choice.warning)
@@ -187,19 +189,22 @@ def _say_what_it_begins_with(view: RunView, folder: RunFolder, inputs: Inputs) -
         view.warn(warning)
 
 
-def _choose_recompute(recipe: Recipe, inputs: Inputs, device: torch.device, ranks: DataParallel) -> MemoryChoice:
-    """By the recipe, its data and the memory that is free now. Raises UserError where nothing fits."""
+def _choose_recompute(recipe: Recipe, inputs: Inputs, device: DeviceMemory, ranks: DataParallel) -> MemoryChoice:
+    """By the recipe, its data and the memory that is free now. Raises UserError where nothing fits.
+
+    device: the rank's that has the least room.
+    """
     report = inputs.prompts.report
     longest = report.lengths.maximum + recipe.rollout.max_response_tokens
     memory = RunMemory.of(
         recipe,
         preview_model(recipe.model),
-        outline_model(recipe.model, device_type=device.type, longest_sequence=longest),
+        outline_model(recipe.model, device_type=device.device_type, longest_sequence=longest),
         report,
-        on_cuda=device.type == "cuda",
+        on_cuda=device.device_type == "cuda",
         num_ranks=ranks.world_size if cuts_model(recipe, ranks.world_size) else 1,
     )
-    return choose_recompute(recipe, memory, DeviceMemory.here(device))
+    return choose_recompute(recipe, memory, device)
 
 
 class RunFailedError(RuntimeError):

@@ -17,8 +17,8 @@ from ratoon.rollout.engines.cache_budget import BLOCK_TOKENS, CacheLayout
 from ratoon.trainer import Update
 from ratoon.types.model_shape import ModelShape
 
-RowCounts = tuple[int, int]
-"""Rows and scored tokens of a microbatch."""
+RowCounts = tuple[int, int, int]
+"""Of a microbatch: rows, scored tokens, and those of its rows that are a kept prompt's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class RunMemory:
         """
         if model.num_parameters is None or model.num_trained is None:
             return None
-        lora = recipe.model.lora
+        lora, num_sharers = recipe.model.lora, recipe.trainer.sequence_parallel
         has_second_model = recipe.algorithm.needs_reference and lora is None
         return cls(
             shape=model.shape,
@@ -65,6 +65,7 @@ class RunMemory:
                 num_trainable_parameters=model.num_trained,
                 dtype_bytes=DTYPES[recipe.model.dtype].itemsize,
                 num_reference_parameters=model.num_parameters if has_second_model else 0,
+                num_four_bit_parameters=model.num_quantised,
                 is_optimizer_on_host=recipe.trainer.offload_optimizer,
                 has_eight_bit_moments=recipe.trainer.optimizer_states == "8bit",
             ),
@@ -73,7 +74,7 @@ class RunMemory:
                 num_concurrent=min(recipe.rollout.max_concurrent_responses, _most_open_responses(recipe, data)),
             ),
             worst=replace(
-                _worst_microbatch(recipe, data),
+                _worst_microbatch(recipe, data, keeps_prompts=num_ranks == 1 and num_sharers == 1),
                 has_qk_norm=outline.has_qk_norm,
                 is_compiled=recipe.model.compile_on("cuda" if on_cuda else "cpu", num_experts=model.shape.num_experts)
                 == "layers",
@@ -82,7 +83,7 @@ class RunMemory:
             longest_sequence=data.lengths.maximum + recipe.rollout.max_response_tokens,
             on_cuda=on_cuda,
             shards=Shards(num_shards=num_ranks),
-            num_sharers=recipe.trainer.sequence_parallel,
+            num_sharers=num_sharers,
         )
 
     def at_worst(self, recompute: RecomputeMode, *, max_rows: int | None = None) -> MemoryEstimate:
@@ -102,12 +103,13 @@ class RunMemory:
                     self.worst,
                     num_rows=num_rows,
                     num_scored=num_scored,
+                    num_kept_rows=num_kept_rows,
                     recompute=recompute,
                     is_only_one=len(microbatches) == 1,
                 )
             )
             for microbatches in map(list, updates)
-            for num_rows, num_scored in set(microbatches)
+            for num_rows, num_scored, num_kept_rows in set(microbatches)
             if num_scored
         ]
         return max(found, key=lambda estimate: estimate.update_bytes, default=None)
@@ -126,17 +128,16 @@ class RunMemory:
 
 def row_counts(update: Update, rank: int) -> list[RowCounts]:
     """Of each of a data rank's microbatches."""
-    return [
-        (
-            sum(update.groups[index].prompt.num_tokens for index, _ in parts) + num_scored,
-            num_scored,
-        )
-        for parts in update.plan.assignment[rank]
-        for num_scored in [sum(update.groups[index].response_lengths[i] for index, chosen in parts for i in chosen)]
-    ]
+    kept = {number for start, stop in update.plan.kept_runs[rank] for number in range(start, stop)}
+    counts: list[RowCounts] = []
+    for number, parts in enumerate(update.plan.assignment[rank]):
+        num_prompt_rows = sum(update.groups[index].prompt.num_tokens for index, _ in parts)
+        num_scored = sum(update.groups[index].response_lengths[i] for index, chosen in parts for i in chosen)
+        counts.append((num_prompt_rows + num_scored, num_scored, num_prompt_rows if number in kept else 0))
+    return counts
 
 
-def _worst_microbatch(recipe: Recipe, data: DataReport) -> MicrobatchSize:
+def _worst_microbatch(recipe: Recipe, data: DataReport, *, keeps_prompts: bool) -> MicrobatchSize:
     """Rows and scored tokens; a warm start's demonstrations count as long as responses may be."""
     P, R, N = data.lengths.maximum, recipe.rollout.max_response_tokens, recipe.rollout.group_size
     groups_per_update = ceil(recipe.rollout.prompts_per_step / recipe.algorithm.num_minibatches)
@@ -146,9 +147,13 @@ def _worst_microbatch(recipe: Recipe, data: DataReport) -> MicrobatchSize:
         rows = max(rows, recipe.sft.prompts_per_step * (P + R))
         scored = max(scored, recipe.sft.prompts_per_step * R)
     limit = recipe.planner.max_rows_per_microbatch
+    is_kept = keeps_prompts and recipe.planner.share_prompts and limit < P + N * R
     return MicrobatchSize(
-        num_rows=min(limit, rows), num_scored=min(limit, rows, scored), is_only_one=rows <= limit
-    )  # fmt: skip
+        num_rows=min(limit, rows),
+        num_scored=min(limit, rows, scored),
+        is_only_one=rows <= limit,
+        num_kept_rows=min(P, limit) if is_kept else 0,
+    )
 
 
 def _most_open_responses(recipe: Recipe, data: DataReport) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ratoon.models.config import FreshModelConfig, LoraConfig, ModelConfig
     from ratoon.models.forest import Forest
     from ratoon.models.forward import forward_logprobs
-    from ratoon.models.fresh import build_fresh
+    from ratoon.models.fresh import build_fresh, fresh_tokenizer
     from ratoon.models.interface import attention_choices, stock_attention
     from ratoon.models.kept_prompt import KeptPrompt, can_keep_prompts
     from ratoon.models.load import align_eos, load_policy, load_tokenizer
@@ -55,6 +55,7 @@ _HOMES = {
     "describe_adapters": "adapters",
     "fix_rope": "rope",
     "forward_logprobs": "forward",
+    "fresh_tokenizer": "fresh",
     "has_adapters": "adapters",
     "is_compiled": "compiled",
     "load_merged": "policy",
@@ -96,6 +97,7 @@ __all__ = [
     "describe_adapters",
     "fix_rope",
     "forward_logprobs",
+    "fresh_tokenizer",
     "has_adapters",
     "is_compiled",
     "load_merged",

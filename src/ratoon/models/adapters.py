@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ratoon.models.config import LoraConfig
 from ratoon.models.model_files import refusing
+from ratoon.models.quantised import count_weights
 from ratoon.types import UserError
 from ratoon.types.extras import install_command
 
@@ -79,6 +80,9 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> Pr
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_adapter_seed(seed))
         model.add_adapter(settings, _ADAPTER)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # beside weights that are codes peft makes them in float32
+            parameter.data = parameter.data.to(model.dtype)
     settings.base_model_name_or_path = None  # `save_adapters` says it
     adapted = {name for name, _ in _adapted_layers(model)}
     assert adapted == set(targets), f"peft adapted other layers than {targets}: {sorted(adapted ^ set(targets))[:3]}"
@@ -161,7 +165,7 @@ def describe_adapters(model: PreTrainedModel) -> str:
     """One line for logs: what is adapted, and how many parameters train."""
     layers = dict(_adapted_layers(model))
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    num_all = sum(parameter.numel() for parameter in model.parameters())
+    num_all = count_weights(model)
     rank = _settings(model).r
     # A matrix for each expert in one tensor.
     num_fused = sum(parameter.ndim > 2 for parameter in model.parameters())

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ratoon.models.config import Dtype, ModelConfig
+from ratoon.models.config import Dtype, ModelConfig, Quantization
 from ratoon.models.model_files import read_json, resolve_model_path
 from ratoon.types import UserError
 
 BASE_FILE = "base_model.json"
 """In a checkpoint with adapters, the `FrozenBase` that they belong to."""
+
+_FINGERPRINT = "_ratoon_fingerprint"
 
 _SAMPLES = 64
 """Elements of each tensor that the fingerprint looks at."""
@@ -40,6 +42,9 @@ class FrozenBase:
     fingerprint: str
     """`fingerprint_of` the weights."""
 
+    quantization: Quantization | None = None
+    """How the run rounds the weights before it trains on them."""
+
     @classmethod
     def of(cls, config: ModelConfig, *, seed: int, fingerprint: str) -> "FrozenBase":
         path = None
@@ -52,6 +57,7 @@ class FrozenBase:
             seed=seed,
             dtype=config.dtype,
             fingerprint=fingerprint,
+            quantization=config.quantization,
         )
 
     @classmethod
@@ -92,12 +98,21 @@ def base_of(model: nn.Module) -> FrozenBase | None:
     return vars(model).get("_ratoon_base")
 
 
+def remember_fingerprint(model: nn.Module) -> None:
+    """For a model whose weights are about to be rounded."""
+    vars(model)[_FINGERPRINT] = fingerprint_of(model)
+
+
 @torch.no_grad()
 def fingerprint_of(model: nn.Module) -> str:
     """A digest of every parameter's name, shape and a sample of its elements, bit by bit.
 
-    Reads little, so that it is free for models of any size; tells apart any two models that were trained apart.
+    Reads little, so that it is free for models of any size; tells apart any two models that were trained apart. After
+    `remember_fingerprint` it is what it was then.
     """
+    remembered = vars(model).get(_FINGERPRINT)
+    if remembered is not None:
+        return remembered
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         flat = parameter.detach().reshape(-1)

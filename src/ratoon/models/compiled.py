@@ -3,16 +3,20 @@
 from typing import get_args
 
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ratoon.models.config import Compile
 from ratoon.models.interface import attachment_of
+from ratoon.models.layers import marked_layers
 from ratoon.types import UserError
+
+_MOST_GRAPHS = 64
+"""Of one function. Kinds of layers, windows, gradients on or off and the passes of kept prompts multiply to more than
+the compiler's own limit of 8, behind which it gives up and runs the function as it is."""
 
 
 def can_compile(model: PreTrainedModel) -> bool:
     """Whether the model marks its layers, which are what is compiled."""
-    return any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+    return bool(marked_layers(model))
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
@@ -29,15 +33,20 @@ def set_compile(model: PreTrainedModel, mode: Compile, *, backend: str = "induct
 
     Under `stock_attention` the layers run as they are: generation would compile graphs for each of its own shapes.
     A deep copy is not compiled. Set it after recomputation, before the model is sharded. Results change by rounding.
+    Raises, for the whole process, the compiler's limit of graphs a function where it is lower than this needs.
     """
     if mode not in get_args(Compile):
         raise ValueError(f"compile must be one of {', '.join(get_args(Compile))}, got {mode!r}")
     attachment_of(model)  # refuses a model whose attention a compiler would look into
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = marked_layers(model)
     if mode == "layers" and not layers:
         raise UserError(
             f"{type(model).__name__} does not mark its layers, which are what is compiled; use compile = 'none' with it"
         )
+    if mode == "layers":
+        from torch._dynamo import config  # seconds, for who compiles
+
+        config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
     for layer in layers:
         if mode == "layers":
             layer.compile(dynamic=True, backend=backend)

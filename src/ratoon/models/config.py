@@ -12,6 +12,7 @@ AttentionImpl = Literal[
     "auto", "reference", "flash", "flex", "triton",
     "triton-adding", "flash-fa4", "flash-fa3", "flash-fa2", "flash-cpu", "flex-triton", "flex-fa4",
 ]  # fmt: skip
+Quantization = Literal["nf4"]
 Recompute = Literal["none", "selective", "full"]
 RecomputeChoice = Literal["auto", "none", "selective", "full"]
 Compile = Literal["none", "layers"]
@@ -127,6 +128,12 @@ class ModelConfig(BaseModel):
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights. Absent: every weight trains."""
 
+    quantization: Quantization | None = None
+    """`nf4`: with `lora`, hold the frozen weights of linear layers in 4 bits and a scale for every 64 (QLoRA,
+    arXiv:2305.14314), 0.56 bytes a weight; embedding, head and adapters keep `dtype`. Generation and training compute
+    with the rounded weights, and are slower. Needs bitsandbytes (`pip install -e ".[qlora]"` in the clone of
+    Ratoon). Absent: `dtype`."""
+
     attention: AttentionImpl = "auto"
     """Attention implementation, or one provider of it; `auto` takes the fastest that fits and says which."""
 
@@ -154,6 +161,10 @@ class ModelConfig(BaseModel):
             for name in ("gguf_file", "eos_token", "rope_positions"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} belongs to a model folder and does nothing beside `fresh`; remove it")
+        if self.quantization is not None and self.lora is None:
+            raise ValueError(
+                "rounded weights cannot train: give adapters, [model.lora], beside quantization, or remove it"
+            )
         return self
 
     def compile_on(self, device_type: str, *, num_experts: int) -> Compile:

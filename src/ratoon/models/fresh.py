@@ -20,11 +20,10 @@ def build_fresh(config: FreshModelConfig, seed: int) -> tuple[PreTrainedModel, P
 
     The weights follow `seed` alone, and the global random state stays as it was. The model is not attached yet.
     """
-    tokenizer = _build_tokenizer(_vocabulary(config), config.max_positions)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(fresh_config(config))
-    return model.eval(), tokenizer
+    return model.eval(), fresh_tokenizer(config)
 
 
 def fresh_config(config: FreshModelConfig) -> Qwen3Config:
@@ -51,7 +50,9 @@ def _vocabulary(config: FreshModelConfig) -> list[str]:
     return [PAD_TOKEN, EOS_TOKEN, UNK_TOKEN, *config.alphabet]
 
 
-def _build_tokenizer(vocabulary: list[str], max_positions: int) -> PreTrainedTokenizerBase:
+def fresh_tokenizer(config: FreshModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of `build_fresh`, without its weights."""
+    vocabulary = _vocabulary(config)
     # BPE without merges takes a text apart into its characters, each unknown one for itself.
     backend = Tokenizer(
         models.BPE(vocab={token: index for index, token in enumerate(vocabulary)}, merges=[], unk_token=UNK_TOKEN)
@@ -62,6 +63,6 @@ def _build_tokenizer(vocabulary: list[str], max_positions: int) -> PreTrainedTok
         pad_token=PAD_TOKEN,
         eos_token=EOS_TOKEN,
         unk_token=UNK_TOKEN,
-        model_max_length=max_positions,
+        model_max_length=config.max_positions,
         clean_up_tokenization_spaces=False,
     )

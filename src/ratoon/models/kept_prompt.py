@@ -24,10 +24,9 @@ from ratoon.models.kept_keys import KeptKeys, leaf_of
 
 def can_keep_prompts(model: PreTrainedModel) -> bool:
     """Whether `KeptPrompt.keep` takes the model."""
-    attachment = attachment_of(model)
-    if is_sharded(model) or attachment.sequence_group is not None:
+    if _passes_with_others(model):
         return False
-    classes = tuple({call.module_class for call in attachment.calls})
+    classes = tuple({call.module_class for call in attachment_of(model).calls})
     layers = [getattr(module, "layer_idx", None) for module in model.modules() if isinstance(module, classes)]
     return len(set(layers)) == len(layers) and all(isinstance(layer, int) for layer in layers)
 
@@ -54,7 +53,7 @@ class KeptPrompt:
         ranks would have to make the same passes.
         """
         attachment = attachment_of(model)
-        if is_sharded(model) or attachment.sequence_group is not None:
+        if _passes_with_others(model):
             raise ValueError(
                 "a prompt is kept by one rank for itself, and the ranks of a sharded or sequence-parallel model make "
                 "their passes together; compute the prompt with each microbatch instead"
@@ -100,3 +99,8 @@ class KeptPrompt:
         self._pairs, self._sums = [], []
         if reached:
             torch.autograd.backward([made for made, _ in reached], [total.to(made.dtype) for made, total in reached])
+
+
+def _passes_with_others(model: PreTrainedModel) -> bool:
+    """Whether every pass is one of all ranks, or of some."""
+    return is_sharded(model) or attachment_of(model).sequence_group is not None

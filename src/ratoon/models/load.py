@@ -23,8 +23,9 @@ from transformers.initialization import no_init_weights
 
 from ratoon.models.attachment import attach
 from ratoon.models.compiled import set_compile
-from ratoon.models.config import Compile, Dtype, Recompute
+from ratoon.models.config import Compile, Dtype, Quantization, Recompute
 from ratoon.models.model_files import read_json, refusing, resolve_model_path
+from ratoon.models.quantised import quantise
 from ratoon.models.recompute import set_recompute
 from ratoon.models.refusals import refuse_config
 from ratoon.models.rope import fix_rope
@@ -56,12 +57,14 @@ def load_policy(
     compile: Compile = "none",
     gguf_file: str | None = None,
     rope_positions: int | None = None,
+    quantization: Quantization | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """A trainable decoder from a folder, attached and ready for packed layouts.
 
     path, gguf_file: as `resolve_model_path`; GGUF weights are dequantised to `dtype`.
     rope_positions: the longest sequence, for models whose rotary scaling follows the batch (`fix_rope`).
+    quantization: round the linear layers' weights (`quantise`), which then are frozen.
     trust_remote_code: run Python code from the folder.
 
     Raises UserError for a folder that cannot be read, weights that do not fill the model, and models that
@@ -74,6 +77,8 @@ def load_policy(
         rope_is_fixed=rope_positions is not None,
         trust_remote_code=trust_remote_code,
     )
+    if quantization is not None:
+        quantise(model, torch.device(device))
     move(model, torch.device(device))
     if rope_positions is not None:
         fix_rope(model, rope_positions)

@@ -12,6 +12,7 @@ from ratoon.models.compiled import can_compile, set_compile
 from ratoon.models.config import Compile, FreshModelConfig, ModelConfig, Recompute
 from ratoon.models.fresh import build_fresh
 from ratoon.models.load import DTYPES, cast_weights, load_model_folder, load_policy, move
+from ratoon.models.quantised import quantise, round_weights
 from ratoon.models.recompute import set_recompute
 from ratoon.models.shape import model_shape
 
@@ -34,6 +35,8 @@ def build_policy(
     if config.fresh is not None:
         model, _ = build_fresh(config.fresh, seed)
         cast_weights(model, DTYPES[config.dtype])
+        if config.quantization is not None:
+            quantise(model, torch.device(device))
         move(model, torch.device(device))
         set_recompute(attach(model, config.attention), _recompute(config))
     else:
@@ -63,6 +66,8 @@ def save_policy_adapters(model: PreTrainedModel, folder: Path) -> None:
 def load_merged(folder: Path, *, base_path: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
     """An ordinary model on the CPU with the adapters of a checkpoint merged into its base.
 
+    Where the run rounded the base's weights, into the rounded ones: those the adapters were trained on.
+
     base_path: where the base is now, as a recipe's `model.path`, if it moved.
     trust_remote_code: run Python code from the base's folder; what the checkpoint's run was allowed does not count.
 
@@ -83,6 +88,8 @@ def load_merged(folder: Path, *, base_path: str | None = None, trust_remote_code
             trust_remote_code=trust_remote_code,
         )
     base.check(model, "a fresh model" if path is None else f"the model in {path!r}")
+    if base.quantization is not None:
+        round_weights(model)
     return merge_adapters(model, folder)
 
 
@@ -105,5 +112,6 @@ def _load(config: ModelConfig, path: str, *, gguf_file: str | None, device: torc
         recompute=_recompute(config),
         gguf_file=gguf_file,
         rope_positions=config.rope_positions,
+        quantization=config.quantization,
         trust_remote_code=config.trust_remote_code,
     )

@@ -13,6 +13,7 @@ from ratoon.models.config import ModelConfig
 from ratoon.models.fresh import fresh_config
 from ratoon.models.load import load_config
 from ratoon.models.model_files import refusing, resolve_model_path
+from ratoon.models.quantised import check_four_bit, quantisable
 from ratoon.models.refusals import refuse_model
 from ratoon.models.shape import model_shape
 from ratoon.types import ModelShape, Prompt, UserError
@@ -30,6 +31,9 @@ class ModelPreview:
     num_trained: int | None
     """All of them, or the adapters'."""
 
+    num_quantised: int = 0
+    """Weights that are held in 4 bits."""
+
 
 def preview_model(config: ModelConfig) -> ModelPreview:
     """Reads the model's configuration and makes it without weights.
@@ -39,6 +43,8 @@ def preview_model(config: ModelConfig) -> ModelPreview:
     """
     if config.lora is not None:
         check_peft()
+    if config.quantization is not None:
+        check_four_bit()
     model_config, is_known = _configuration(config)
     shape = model_shape(model_config)
     if not is_known:  # code from the folder need not run without memory
@@ -46,10 +52,12 @@ def preview_model(config: ModelConfig) -> ModelPreview:
     model = _without_weights(config, model_config)
     refuse_model(model, rope_is_fixed=config.rope_positions is not None)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    rounded = [] if config.quantization is None else [linear.weight.numel() for _, linear in quantisable(model)]
     return ModelPreview(
         shape=shape,
         num_parameters=num_parameters,
         num_trained=num_parameters if config.lora is None else num_adapter_parameters(model, config.lora),
+        num_quantised=sum(rounded),
     )
 
 

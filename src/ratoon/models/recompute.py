@@ -7,10 +7,10 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ratoon.models.config import Recompute
 from ratoon.models.interface import attachment_of
+from ratoon.models.layers import marked_layers
 from ratoon.types import UserError
 
 
@@ -45,7 +45,7 @@ def set_recompute(model: PreTrainedModel, mode: Recompute) -> PreTrainedModel:
             _restore(module)
     if mode == "none":
         return model
-    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = marked_layers(model)
     if not layers:
         raise UserError(
             f"{type(model).__name__} does not mark its layers for recomputation; use recompute = 'none' with it"

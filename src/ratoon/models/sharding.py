@@ -6,16 +6,16 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ratoon.distributed import full_weights, shard_mesh, shard_model
 from ratoon.models.adapters import has_adapters
+from ratoon.models.layers import marked_layers
 from ratoon.types import UserError
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """In the order in which they run. Raises UserError where the model does not mark them."""
-    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = marked_layers(model)
     if not layers:
         raise UserError(
             f"{type(model).__name__} does not mark its layers, one of which at a time is gathered where a model is cut "

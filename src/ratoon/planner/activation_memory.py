@@ -36,7 +36,8 @@ def activation_bytes(shape: ModelShape, microbatch: MicrobatchSize, dtype_bytes:
     """What the layers, the last norm and the head keep for backward."""
     T, M, C, b = microbatch.num_rows, microbatch.num_scored, shape.hidden_size, dtype_bytes
     last_norm = C * (max(b, 4) + (0 if microbatch.adapter_rank else b))
-    return T * (shape.num_layers * _kept_of_layer(shape, microbatch, b) + last_norm) + M * (C * b + 28)
+    kept = microbatch.num_kept_rows * shape.num_layers * _kept_for_others(shape, microbatch, b)
+    return T * (shape.num_layers * _kept_of_layer(shape, microbatch, b) + last_norm) + M * (C * b + 28) + kept
 
 
 def layer_activation_bytes(shape: ModelShape, microbatch: MicrobatchSize, dtype_bytes: int) -> int:
@@ -78,6 +79,17 @@ def _kept_of_layer(shape: ModelShape, microbatch: MicrobatchSize, b: int) -> int
             return _attention_bytes(shape, microbatch, b) + residuals + qk_inputs + adapters
         case "full":
             return C * b
+
+
+def _kept_for_others(shape: ModelShape, microbatch: MicrobatchSize, b: int) -> int:
+    """Of one row and layer of a prompt that stands before the pass, beside what its own pass keeps."""
+    keys = 2 * shape.num_kv_heads * shape.head_dim
+    gradients = keys * (b + max(b, 4))  # one microbatch's, and the sum
+    if microbatch.recompute == "full":
+        return keys * b + gradients
+    # Keys and values once more, before the pass's own; and places for queries and outputs that nobody asks for.
+    again = 2 * shape.num_heads * shape.head_dim * b + 4 * shape.num_heads
+    return keys * b + again + gradients
 
 
 def _whole_layer(shape: ModelShape, microbatch: MicrobatchSize, b: int) -> int:

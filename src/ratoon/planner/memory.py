@@ -2,9 +2,9 @@
 
 What the formulas count:
 
-- Held all the time: the weights once, in the model's dtype; for 16-bit weights their float32 masters; AdamW's two
-  moments of every trained weight, in float32 or in blocks of 8-bit codes; a frozen reference model's weights; the
-  rollout engine's key/value cache, which stays between steps.
+- Held all the time: the weights once, in the model's dtype, or beneath adapters in 4 bits; for 16-bit weights that
+  train their float32 masters; AdamW's two moments of every trained weight, in float32 or in blocks of 8-bit codes; a
+  frozen reference model's weights; the rollout engine's key/value cache, which stays between steps.
 - Gradients: float32 of every trained weight, kept from one microbatch to the next. While a microbatch's backward runs,
   its own gradients grow (in the weights' dtype) as its activations shrink, so that one end or the other has the most:
   the last layer's backward, the first layer's, or the moment after, when 16-bit gradients are added to the kept ones.
@@ -36,6 +36,7 @@ from ratoon.planner.memory_sizes import (
     Shards,
     WeightsInMemory,
     eight_bit_bytes,
+    four_bit_bytes,
 )
 from ratoon.types.model_shape import ModelShape
 
@@ -135,9 +136,10 @@ def estimate_memory(
     is_cut, is_on_host = shards.num_shards > 1, weights.is_optimizer_on_host
     master_bytes = max(b, 4)
     summed = shards.part(master_bytes * trainable)
-    kept_frozen = b * (weights.num_parameters - (trainable if is_cut else 0))
+    in_four_bits = weights.num_four_bit_parameters
+    kept_frozen = b * (weights.num_parameters - in_four_bits - (trainable if is_cut else 0))
     return MemoryEstimate(
-        weights=shards.part(kept_frozen),
+        weights=shards.part(kept_frozen + four_bit_bytes(in_four_bits)),
         reference=shards.part(b * weights.num_reference_parameters),
         masters=summed if (is_cut or b < 4) and not is_on_host else 0,
         moments=0 if is_on_host else 2 * (eight_bit_bytes(trainable) if weights.has_eight_bit_moments else summed),
@@ -149,7 +151,7 @@ def estimate_memory(
         activations=activation_bytes(shape, microbatch, b),
         scratch=_scratch_bytes(shape, weights, microbatch, shards, on_cuda=on_cuda),
         late=_late_bytes(shape, weights, microbatch, shards, on_cuda=on_cuda),
-        optimizer_scratch=_optimizer_scratch_bytes(shape, weights, shards, on_cuda=on_cuda),
+        optimizer_scratch=_optimizer_scratch_bytes(shape, weights, on_cuda=on_cuda),
         generation_scratch=_SAMPLING_BYTES * shape.vocab_size * generation.num_concurrent,
         on_host=4 * summed if is_on_host else 0,
     )
@@ -184,6 +186,8 @@ def _scratch_bytes(
     layer = layer_scratch_bytes(shape, microbatch, b, on_cuda=on_cuda)
     if shards.num_shards > 1 or _stand_by_themselves(weights, microbatch):
         layer += b * shape.vocab_size * shape.hidden_size if is_trained else 0  # the head's, while layers run
+    if weights.num_four_bit_parameters:
+        layer += b * shape.hidden_size * shape.intermediate_size  # the largest weight, made anew for a product
     return max(head, layer + _unsummed_bytes(shape, weights, shards))
 
 
@@ -207,15 +211,12 @@ def _late_bytes(
     return max(first_layer + max(while_layers_run, 0), own + afterwards)
 
 
-def _optimizer_scratch_bytes(shape: ModelShape, weights: WeightsInMemory, shards: Shards, *, on_cuda: bool) -> int:
-    if weights.has_eight_bit_moments:
-        # On a CPU both moments of a tensor, its gradient and two results in float32; a GPU's kernel needs nothing.
-        largest = shape.vocab_size * shape.hidden_size if weights.are_all_trained else 0
-        return 0 if on_cuda else 5 * 4 * largest
-    # On a GPU AdamW handles all weights at once and needs the square roots of the second moments.
-    # The fused implementation, which cut weights take, does not.
-    needs_roots = on_cuda and shards.num_shards == 1 and not weights.is_optimizer_on_host
-    return max(weights.dtype_bytes, 4) * weights.num_trainable_parameters if needs_roots else 0
+def _optimizer_scratch_bytes(shape: ModelShape, weights: WeightsInMemory, *, on_cuda: bool) -> int:
+    """A GPU's updates are fused and need nothing; on a CPU AdamW goes from weight to weight."""
+    if on_cuda or not weights.has_eight_bit_moments:
+        return 0
+    # Both moments of a tensor, its gradient and two results in float32.
+    return 5 * 4 * shape.vocab_size * shape.hidden_size if weights.are_all_trained else 0
 
 
 def _stand_by_themselves(weights: WeightsInMemory, microbatch: MicrobatchSize) -> bool:

@@ -28,6 +28,9 @@ class WeightsInMemory:
     """Of a frozen reference model held beside the policy; 0 where there is none, or where the policy without its
     adapter is the reference."""
 
+    num_four_bit_parameters: int = 0
+    """Of those that do not train, held in 4 bits (`four_bit_bytes`)."""
+
     is_optimizer_on_host: bool = False
     """Moments and float32 weights are in host memory, and updated there."""
 
@@ -69,6 +72,11 @@ class Shards:
 WHOLE = Shards()
 
 
+def four_bit_bytes(num_weights: int) -> int:
+    """Of weights in blocks of 64 codes: half a byte each, and a block's float32 scale."""
+    return -(-num_weights // 2) + 4 * -(-num_weights // 64)
+
+
 def eight_bit_bytes(num_weights: int) -> int:
     """Of one moment in blocks of 256 codes: a byte each, and a block's float32 scale."""
     return num_weights + 4 * -(-num_weights // 256)
@@ -92,6 +100,9 @@ class MicrobatchSize:
 
     adapter_rank: int = 0
     """Of adapters on every linear layer, beside weights that are frozen; 0: the weights themselves train."""
+
+    num_kept_rows: int = 0
+    """Of `num_rows`: a prompt's that was computed before, for this pass and others (`StepPlan.kept_runs`)."""
 
     num_sharers: int = 1
     """Ranks that hold the pass together: rows and scored tokens are one rank's, and attention runs on all rows of some

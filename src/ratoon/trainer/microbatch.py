@@ -46,6 +46,9 @@ class Microbatch:
     old_logprobs_M: Tensor | None = None
     """[M] on the model's device. None: the policy itself is the old one (a first and only update)."""
 
+    ref_logprobs_M: Tensor | None = None
+    """[M] on the model's device. None where no KL penalty stands in the loss."""
+
     @property
     def prompt_layout(self) -> PackedLayout:
         """The first group's prompt alone, nothing scored."""

@@ -44,8 +44,7 @@ class MasterOptimizer:
             [group for group in groups if group["params"]],
             lr=learning_rate,
             betas=betas,
-            # Torch's own choice for tensors that are cut is a loop over them.
-            fused=True if any(is_cut(p) and p.device.type == "cuda" for p in self.parameters) else None,
+            fused=has_fused_update(self.masters) or None,
         )
 
     def accumulate(self) -> None:
@@ -133,6 +132,12 @@ class MasterOptimizer:
             saved | {name: own[name] for name in ("foreach", "fused")}
             for saved, own in zip(adamw["param_groups"], self.adamw.param_groups, strict=True)
         ]
+
+
+def has_fused_update(masters: Iterable[Tensor]) -> bool:
+    """Whether one kernel reads and writes weight, gradient and moments. Torch's own choice on a GPU passes over them
+    several times and needs another 4 bytes a weight; for tensors that are cut it is a loop over them."""
+    return any(master.is_cuda for master in masters)
 
 
 def _moment_like(value: Any, parameter: Tensor) -> Any:

@@ -205,6 +205,10 @@ class Trainer:
 
     def _backward_stretch(self, stretch: Stretch, totals: StepTotals) -> None:
         """Adds the gradient of one microbatch, or of several whose prompt goes forward and backward once."""
+        if self.algorithm.kl_in == "loss":
+            # Before the policy's first pass: the reference may be the same model in another state, and the graph of a
+            # kept prompt must find the weights as it left them.
+            stretch = tuple(replace(batch, ref_logprobs_M=self._reference_logprobs(batch)) for batch in stretch)
         kept = self._keep_prompt(stretch)
         for batch in stretch:
             self._backward(batch, totals, kept)
@@ -218,8 +222,6 @@ class Trainer:
 
     def _backward(self, batch: Microbatch, totals: StepTotals, kept: KeptPrompt | None = None) -> None:
         """Adds the microbatch's gradient. One without scored tokens has none."""
-        # Before the policy's pass: the reference may be the same model in another state.
-        ref_logprobs_M = self._reference_logprobs(batch) if self.algorithm.kl_in == "loss" else None
         if batch.layout.num_scored == 0:
             self._stand_by(batch)
             return
@@ -235,7 +237,7 @@ class Trainer:
             sequence_of_M=to_device(batch.layout.sequence_of_M, logprobs_M.device),
             num_sequences=batch.layout.num_sequences,
             rollout_logprobs_M=None if rollout_logprobs_M is None else _like(rollout_logprobs_M, logprobs_M),
-            ref_logprobs_M=ref_logprobs_M,
+            ref_logprobs_M=batch.ref_logprobs_M,
         )
         result = microbatch_objective(self.algorithm, tokens)
         result.loss.backward()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.bench.attention.inputs import varlen_stand_in
-from tests.bench.policy_update.stand_ins import WRONG
+from tests.bench.policy_update.stand_ins import WRONG, peer_kernel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -33,8 +33,10 @@ VARIANTS = ("auto/none/none", "auto/full/none", "fa2/none/none", "fa4/selective/
 torch.set_num_threads(1)
 
 
-@pytest.fixture(params=["float32", "bfloat16", "experts, float32", "experts, bfloat16"])
+@pytest.fixture(params=["float32", "bfloat16", "experts, float32", "experts, bfloat16", "adapters"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    if request.param == "adapters":
+        return build_model(CASES["tiny-lora"].decoder, CPU, lora_rank=4)
     decoder = CASES["tiny-experts" if "experts" in request.param else "tiny"].decoder
     return build_model(decoder, CPU) if "float32" in request.param else wide_init(decoder)
 
@@ -56,7 +58,7 @@ def check(model: PreTrainedModel, of_model: Slice, name: str) -> dict[str, float
 
 
 def use(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) -> None:
-    monkeypatch.setattr(microbatches, "load_kernel", lambda *_: kernel)
+    monkeypatch.setattr(microbatches, "load_kernel", lambda *_: peer_kernel(kernel))
 
 
 def test_all_variants_compute_the_update(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch):

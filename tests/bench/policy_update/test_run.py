@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.bench.attention.inputs import varlen_stand_in
-from tests.bench.policy_update.stand_ins import WRONG
+from tests.bench.policy_update.stand_ins import WRONG, peer_kernel
 
 from ratoon.bench.policy_update import microbatches, run
 from ratoon.bench.policy_update.cases import CASES
@@ -19,7 +19,7 @@ TINY = ["bench", "policy-update", "--cases", "tiny", "--budget-ms", "1"]
 
 @pytest.fixture
 def peers_on_cpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(microbatches, "load_kernel", lambda *_: varlen_stand_in)
+    monkeypatch.setattr(microbatches, "load_kernel", lambda *_: peer_kernel(varlen_stand_in))
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -37,7 +37,14 @@ def test_rows_have_the_names_of_the_design(tmp_path: Path, capsys: pytest.Captur
     case = CASES["tiny"]
     figures = ("recompute", "compile", "step_s", "useful_tflops_per_s", "computed_tokens_per_s", "peak_gib")
     figures += ("logical_tokens_per_s", "dedup_ratio", "flop_ratio", "microbatches", "kernels", "first_call_s")
-    figures += ("logprobs", "slice_gradient_gap", "slice_logprob_gap", "full_size_gradient_gap", "timing")
+    figures += (
+        "optimizer_s",
+        "logprobs",
+        "slice_gradient_gap",
+        "slice_logprob_gap",
+        "full_size_gradient_gap",
+        "timing",
+    )
     always = ("bench", "case", "impl", "layout", "peer", "device", "versions", "commit", "date", "command")
     for name, row in rows.items():
         assert set(figures + always) <= row.keys()
@@ -54,6 +61,7 @@ def test_rows_have_the_names_of_the_design(tmp_path: Path, capsys: pytest.Captur
         num_rows = 6 * 76 if row["layout"] == "replicated" else 171
         assert row["computed_tokens_per_s"] == pytest.approx(num_rows / row["step_s"])
         assert row["compile"] is False
+        assert row["optimizer_s"] > 0
     assert [rows[name]["microbatches"] for name in rows] == [1, 1, 3, 1, 2]
     assert rows["fa2-today"]["recompute"] == "full"
     table = capsys.readouterr().out.partition("\n\n")[2].splitlines()
@@ -67,6 +75,25 @@ def test_rows_have_the_names_of_the_design(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.usefixtures("peers_on_cpu")
+def test_adapters_alone_are_compared_and_counted(tmp_path: Path):
+    """Frozen weights take 4 FLOPs a row and weight in place of 6; what attention takes stays."""
+    results = tmp_path / "rows.jsonl"
+    arguments = ["bench", "policy-update", "--cases", "tiny-lora", "--budget-ms", "1", "--results", str(results)]
+    assert main([*arguments, "--peers", "fa4/selective/none,kv-copy-fa4/none/none"]) == 0
+    rows = read_rows(results)
+    assert [row["variant"] for row in rows] == [*CASES["tiny-lora"].ours, "fa4/selective/none", "kv-copy-fa4/none/none"]
+    case = CASES["tiny-lora"]
+    P, R, N = case.P, case.R, case.N
+    weights = 3 * (48 * 16 * 2 * (4 + 2) + 3 * 48 * 96)
+    pairs = P * (P + 1) // 2 + N * (R * P + R * (R + 1) // 2)
+    wanted = 4 * weights * (P + N * R) + 4 * 48 * 257 * N * R + 14 * 4 * 16 * pairs * 3
+    for row in rows:
+        assert row["case"]["lora_rank"] == 4
+        assert row["useful_tflops_per_s"] * row["step_s"] * 1e12 == pytest.approx(wanted)
+        assert 0 < row["slice_gradient_gap"] < 1e-3
+
+
+@pytest.mark.usefixtures("peers_on_cpu")
 def test_a_red_check_prints_no_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -75,7 +102,7 @@ def test_a_red_check_prints_no_speed(
     monkeypatch.setattr(
         microbatches,
         "load_kernel",
-        lambda impl, device: WRONG["first key unseen"] if impl == "fa2" else right(impl, device),
+        lambda impl, device: peer_kernel(WRONG["first key unseen"]) if impl == "fa2" else right(impl, device),
     )
     results = tmp_path / "rows.jsonl"
     arguments = [*TINY, "--impls", "auto/none/none", "--peers", "fa2/none/none,fa4/none/none"]
@@ -157,9 +184,17 @@ def test_everything_runs_on_the_gpu():
     peers = ["fa2-today", "fa2/none/layers", "fa4/selective/layers", "kv-copy-fa4/full/layers"]
     outcome = run.bench_updates(cases=["tiny"], impls=list(OUR_VARIANTS), peers=peers, budget_s=0.01, command="")
     experts = run.bench_updates(
-        cases=["tiny-experts"], impls=["auto/none/none"], peers=["fa2/none/none"], budget_s=0.01, command=""
+        cases=["tiny-experts"],
+        impls=["auto/none/none", "auto/none/layers"],
+        peers=["fa2/none/none"],
+        budget_s=0.01,
+        command="",
     )
-    assert not outcome.failed and not experts.failed
+    adapters = run.bench_updates(
+        cases=["tiny-lora"], impls=["auto/none/layers"], peers=["fa2/selective/layers"], budget_s=0.01, command=""
+    )
+    assert not outcome.failed and not experts.failed and not adapters.failed
     assert {row.figures["variant"] for row in outcome.rows} >= {*OUR_VARIANTS, "fa2-today"}
-    assert len(experts.rows) == 2
+    assert (len(experts.rows), len(adapters.rows)) == (3, 2)
+    assert all(row.figures["optimizer_s"] > 0 for row in (*outcome.rows, *adapters.rows))  # type: ignore[operator]
     assert all(row.figures["peak_gib"] > 0 for row in outcome.rows)  # type: ignore[operator]

@@ -49,6 +49,10 @@ class UpdateCase:
     """Variants of ours that are measured unless others are asked for, the one that ratios are taken of first."""
 
     peers: tuple[str, ...]
+
+    lora_rank: int = 0
+    """Of adapters beside all linear layers, whose weights are frozen; 0: every weight trains."""
+
     needs_gpu: bool = True
     is_default: bool = True
 
@@ -59,7 +63,8 @@ class UpdateCase:
     @property
     def key(self) -> dict[str, Any]:
         """The `case` of a result row."""
-        return {"model": self.decoder.name, "P": self.P, "R": self.R, "N": self.N, "groups": 1}
+        key = {"model": self.decoder.name, "P": self.P, "R": self.R, "N": self.N, "groups": 1}
+        return key | {"lora_rank": self.lora_rank} if self.lora_rank else key
 
     @property
     def sequences_of_peers(self) -> int:
@@ -116,14 +121,24 @@ _CASES = (
         ours=("auto/selective/layers", _FAST), peers=("fa4/selective/layers",),
     ),
     UpdateCase(
+        name="8b-lora-p8192-r1024-n16", decoder=_QWEN3_8B, P=8192, R=1024, N=16,
+        ours=(_FAST, "auto/selective/layers"), peers=("fa4/selective/layers",), lora_rank=32, is_default=False,
+    ),
+    UpdateCase(
         name="30b-a3b-cut-p8192-r512-n16", decoder=_QWEN3_30B_A3B_CUT, P=8192, R=512, N=16,
-        ours=("auto/none/none", "auto/none/layers"), peers=("fa4/none/none", "kv-copy-fa4/none/none"),
+        ours=("auto/none/none", "auto/none/layers"),
+        peers=("fa4/none/none", "fa4/none/layers", "kv-copy-fa4/none/none"),
         is_default=False,
     ),
     UpdateCase(
         name="tiny", decoder=_TINY, P=57, R=19, N=6,
         ours=("auto/none/none", "auto/selective/none", "auto/full/none"),
         peers=under(("fa2", "fa4", "kv-copy-fa4"), "none", "none"), needs_gpu=False,
+    ),
+    UpdateCase(
+        name="tiny-lora", decoder=_TINY, P=41, R=11, N=4,
+        ours=("auto/none/none", "auto/selective/none"), peers=("fa4/selective/none",),
+        lora_rank=4, needs_gpu=False, is_default=False,
     ),
     UpdateCase(
         name="tiny-experts", decoder=_TINY_EXPERTS, P=41, R=11, N=4,

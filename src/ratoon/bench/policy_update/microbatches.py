@@ -21,16 +21,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ratoon.algorithms.losses import clipped_policy_loss
 from ratoon.attention import AttentionRequest, resolve_impl
-from ratoon.bench.attention.peers import (
-    Copies,
-    CopyRows,
-    VarlenKernel,
-    cu_seqlens_of,
-    fa2_kernel,
-    load_fa4,
-    segment_paths,
-)
-from ratoon.bench.outcome import CannotRunError
+from ratoon.bench.attention.peers import Copies, cu_seqlens_of, segment_paths
+from ratoon.bench.policy_update.peer_attention import PeerAttention, PeerKernel, Runs, load_kernel
 from ratoon.bench.policy_update.variants import Impl, Variant
 from ratoon.layout import PackedLayout, pack_groups
 from ratoon.models import forward_logprobs, model_shape
@@ -109,17 +101,10 @@ class _Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class VarlenPack:
-    """Runs of queries, each with a run of keys, aligned at their last tokens."""
+    """A peer's rows, through transformers' layers with the peer's attention."""
 
     tokens: _Tokens
-    kernel: VarlenKernel
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-    key_copies: Copies | None = None
-    """Where keys and values are copied for the runs that read them."""
+    attention: PeerAttention
 
     @property
     def num_rows(self) -> int:
@@ -128,20 +113,14 @@ class VarlenPack:
     def score(self, model: PreTrainedModel) -> Tensor:
         tokens = self.tokens
         hidden_UC = model.base_model(
-            input_ids=tokens.token_ids_1U, position_ids=tokens.positions_1U, varlen_pack=self, use_cache=False
+            input_ids=tokens.token_ids_1U,
+            position_ids=tokens.positions_1U,
+            peer_attention=self.attention,
+            use_cache=False,
         )[0][0]
         head = model.get_output_embeddings()
         assert isinstance(head, nn.Linear), "the decoders here have a plain head"
         return linear_logprob(hidden_UC.index_select(0, tokens.predictor_row_M), head.weight, tokens.target_M)[0]
-
-    def attend(self, q_UHD: Tensor, k_UHD: Tensor, v_UHD: Tensor, softmax_scale: float) -> Tensor:
-        """-> [U, Hq, D]."""
-        if self.key_copies is not None:
-            k_UHD, v_UHD = (CopyRows.apply(x, self.key_copies) for x in (k_UHD, v_UHD))
-        return self.kernel(
-            *(q_UHD, k_UHD, v_UHD, self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k),
-            *(softmax_scale, None),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,13 +188,6 @@ def alone_groups(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
     ]
 
 
-def load_kernel(impl: Impl, device: torch.device) -> VarlenKernel:
-    """The attention kernel of a peer. Raises CannotRunError where it is not here."""
-    if device.type != "cuda":
-        raise CannotRunError("needs a CUDA device")
-    return fa2_kernel if impl == "fa2" else load_fa4()
-
-
 def kernels_of(variant: Variant, model: PreTrainedModel, num_rows: int) -> str:
     """What the row says of attention's kernels."""
     if variant.is_peer:
@@ -253,14 +225,14 @@ def _whole(single: RolloutGroup, device: torch.device) -> Tensor:
     return torch.tensor(np.concatenate([single.prompt.token_ids, single.responses[0].token_ids]), device=device)[None]
 
 
-def _pack(layout: PackedLayout, impl: Impl, kernel: VarlenKernel | None, device: torch.device) -> Pack:
+def _pack(layout: PackedLayout, impl: Impl, kernel: PeerKernel | None, device: torch.device) -> Pack:
     if impl == "auto":
         return SharedPack(layout=layout)
     assert kernel is not None, "a peer has a kernel"
     return _copied_keys(layout, kernel, device) if impl == "kv-copy-fa4" else _replicated(layout, kernel, device)
 
 
-def _replicated(layout: PackedLayout, kernel: VarlenKernel, device: torch.device) -> VarlenPack:
+def _replicated(layout: PackedLayout, kernel: PeerKernel, device: torch.device) -> VarlenPack:
     """Every sequence whole, one after another: today's packed training."""
     rows = [layout.sequence_rows(sequence) for sequence in range(layout.num_sequences)]
     lengths = [of_sequence.size for of_sequence in rows]
@@ -272,26 +244,27 @@ def _replicated(layout: PackedLayout, kernel: VarlenKernel, device: torch.device
     longest = max(lengths)
     return VarlenPack(
         tokens=_Tokens.of(layout, row_U, predictor_row_M, device),
-        kernel=kernel,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
+        attention=PeerAttention(
+            kernel=kernel,
+            runs=Runs(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest),
+        ),
     )
 
 
-def _copied_keys(layout: PackedLayout, kernel: VarlenKernel, device: torch.device) -> VarlenPack:
+def _copied_keys(layout: PackedLayout, kernel: PeerKernel, device: torch.device) -> VarlenPack:
     """Rows as in our layout; in every layer each response reads a copy of the keys and values of [prompt, response]."""
     paths = segment_paths(layout)
     lengths = np.diff(layout.segment_offsets).tolist()
-    return VarlenPack(
-        tokens=_Tokens.of(layout, np.arange(layout.num_rows), layout.predictor_row_M, device),
-        kernel=kernel,
+    runs = Runs(
         cu_seqlens_q=cu_seqlens_of(lengths, device),
         cu_seqlens_k=cu_seqlens_of([path.size for path in paths], device),
         max_seqlen_q=max(lengths),
         max_seqlen_k=max(path.size for path in paths),
-        key_copies=Copies.of(np.concatenate(paths), layout.num_rows, device),
+    )
+    copies = Copies.of(np.concatenate(paths), layout.num_rows, device)
+    return VarlenPack(
+        tokens=_Tokens.of(layout, np.arange(layout.num_rows), layout.predictor_row_M, device),
+        attention=PeerAttention(kernel=kernel, runs=runs, key_copies=copies),
     )
 
 
@@ -301,7 +274,6 @@ def _cut(groups: Sequence[RolloutGroup], sequences: int) -> list[list[RolloutGro
     return [alone[start : start + sequences] for start in range(0, len(alone), sequences)]
 
 
-@torch.compiler.disable(reason="as ours is: its kernels are no graph's business")
 def _attend_packed(
     module: nn.Module,
     query_1HUD: Tensor,
@@ -310,13 +282,13 @@ def _attend_packed(
     attention_mask: Tensor | None = None,
     *,
     scaling: float,
-    varlen_pack: VarlenPack,
+    peer_attention: PeerAttention,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' interface: [1, H, U, D] -> [1, U, H, D]."""
     assert attention_mask is None, "the runs are the mask"
-    q_UHD, k_UHD, v_UHD = (x[0].transpose(0, 1).contiguous() for x in (query_1HUD, key_1HUD, value_1HUD))
-    return varlen_pack.attend(q_UHD, k_UHD, v_UHD, scaling)[None], None
+    q_UHD, k_UHD, v_UHD = (x[0].transpose(0, 1) for x in (query_1HUD, key_1HUD, value_1HUD))
+    return peer_attention(q_UHD, k_UHD, v_UHD, scaling)[None], None
 
 
 AttentionInterface.register(_PACKED, _attend_packed)

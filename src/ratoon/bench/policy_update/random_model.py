@@ -1,14 +1,16 @@
 """Qwen3 decoders with random weights, made on the device: nothing is downloaded."""
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from ratoon.bench.policy_update.cases import Decoder
-from ratoon.models import attach
+from ratoon.models import LoraConfig, add_adapters, attach
 
 _SEED = 0
 _MAX_POSITIONS = 40_960
 _ROPE_THETA = 1e6
+_ADAPTER_STD = 0.02
 
 
 def decoder_config(decoder: Decoder) -> PreTrainedConfig:
@@ -35,23 +37,39 @@ def decoder_config(decoder: Decoder) -> PreTrainedConfig:
     )
 
 
-def build_model(decoder: Decoder, device: torch.device) -> PreTrainedModel:
+def build_model(decoder: Decoder, device: torch.device, *, lora_rank: int = 0) -> PreTrainedModel:
     """Attached, for evaluation (the layers have nothing that training would make random): bf16 on a GPU, float32 on a
-    CPU. The weights follow the sizes alone, and the global random state stays as it was."""
+    CPU. The weights follow the sizes alone, and the global random state stays as it was.
+
+    lora_rank: of adapters beside all linear layers, whose weights are then frozen. Raises UserError without peft.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(_SEED)
-        model = AutoModelForCausalLM.from_config(decoder_config(decoder), dtype=dtype)
-    return attach(model.eval())
+        model = attach(AutoModelForCausalLM.from_config(decoder_config(decoder), dtype=dtype))
+        if lora_rank:
+            add_adapters(model, LoraConfig(rank=lora_rank), seed=_SEED)
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:  # at 0, as they begin, the first matrices would have no gradient to compare
+                    nn.init.normal_(parameter, std=_ADAPTER_STD)
+    return model.eval()
 
 
 def cut_copy(model: PreTrainedModel, num_layers: int, dtype: torch.dtype) -> PreTrainedModel:
-    """A plain transformers model of the first layers: eager attention and experts, weights of its own in `dtype`."""
+    """A plain transformers model of the first layers, with the model's adapters if it has some: eager attention and
+    experts, weights of its own in `dtype`."""
     config = type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": num_layers, "layer_types": None})
     with model.device:
         copy = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
         )
+        if lora_rank := _adapter_rank(model):
+            add_adapters(copy, LoraConfig(rank=lora_rank), seed=_SEED)
     weights = model.state_dict()
     copy.load_state_dict({name: weights[name] for name in copy.state_dict()})
     return copy.eval()
+
+
+def _adapter_rank(model: nn.Module) -> int:
+    """0 without adapters."""
+    return next((parameter.shape[0] for name, parameter in model.named_parameters() if "lora_A" in name), 0)

@@ -23,13 +23,19 @@ from ratoon.bench.policy_update.check import (
 from ratoon.bench.policy_update.microbatches import Microbatch, alone_groups, attending, kernels_of, pack_update
 from ratoon.bench.policy_update.random_model import build_model
 from ratoon.bench.policy_update.tables import LABEL_WIDTH, case_line, measured_line
-from ratoon.bench.policy_update.timing import Steps, gpu_idle_fraction, seconds_of, time_steps
+from ratoon.bench.policy_update.timing import (
+    Steps,
+    gpu_idle_fraction,
+    optimizer_seconds,
+    seconds_of,
+    time_steps,
+)
 from ratoon.bench.policy_update.variants import OUR_VARIANTS, PEER_VARIANTS, Variant
 from ratoon.bench.rows import BenchRow, append_rows, device_name
 from ratoon.layout import pack_groups
 from ratoon.models import model_shape, set_compile, set_recompute
 from ratoon.planner import peak_tflops, useful_flops
-from ratoon.types import RolloutGroup
+from ratoon.types import RolloutGroup, UserError
 
 _REFERENCE = "auto/full/none"
 """Of ours; what gradients at full size are compared with."""
@@ -69,7 +75,7 @@ def bench_updates(
     for case in chosen:
         names = choose_names(impls, OUR_VARIANTS, case.ours, "variant")
         names += choose_names(peers, PEER_VARIANTS, case.peers if is_gpu else (), "peer")
-        with outcome.noting(case.name, case.name, say, is_ours=True, width=LABEL_WIDTH):
+        with outcome.noting(case.name, case.name, say, is_ours=True, refusals=(UserError,), width=LABEL_WIDTH):
             run = _CaseRun(case=case, device=device, budget_s=budget_s, command=command)
             say(case_line(case, run.model, run.flops))
             run.make_reference(outcome, say)
@@ -93,12 +99,13 @@ class _CaseRun:
 
     def __init__(self, *, case: UpdateCase, device: torch.device, budget_s: float, command: str) -> None:
         self.case, self.device, self.budget_s, self.command = case, device, budget_s, command
-        self.model: PreTrainedModel = build_model(case.decoder, device)
+        self.model: PreTrainedModel = build_model(case.decoder, device, lora_rank=case.lora_rank)
         self.layout = pack_groups(case.groups)
         shape = model_shape(self.model.config)
-        self.flops = useful_flops(shape, self.layout)
+        trains_weights = case.lora_rank == 0
+        self.flops = useful_flops(shape, self.layout, trains_weights=trains_weights)
         alone = pack_groups(alone_groups(case.groups))
-        self.flop_ratio = useful_flops(shape, alone) / self.flops
+        self.flop_ratio = useful_flops(shape, alone, trains_weights=trains_weights) / self.flops
         self.slice = Slice.of(self.model)
         self.reference: Result | None = None
 
@@ -127,12 +134,20 @@ class _CaseRun:
             steps = time_steps(first_s, lambda: self._step(microbatches)[0], self.budget_s)
             is_gpu = self.device.type == "cuda"
             idle = gpu_idle_fraction(lambda: self._step(microbatches)) if is_gpu else None
+            peak_gib = torch.cuda.max_memory_allocated(self.device) / 2**30 if is_gpu else None
+        free_memory()  # blocks in the sizes of activations
         gaps = {
             "slice_logprob_gap": slice_gaps[LOGPROBS],
             "slice_gradient_gap": max(gap for kind, gap in slice_gaps.items() if kind != LOGPROBS),
             "full_size_gradient_gap": full_size_gap,
         }
-        more = {"first_call_s": first_call_s, "gpu_idle_fraction": idle, **gaps}
+        more = {
+            "peak_gib": peak_gib,
+            "first_call_s": first_call_s,
+            "gpu_idle_fraction": idle,
+            "optimizer_s": optimizer_seconds(self.model, self.device),
+            **gaps,
+        }
         return self._row(variant, microbatches, steps, more)
 
     def clear(self) -> None:
@@ -187,7 +202,6 @@ class _CaseRun:
             "useful_tflops_per_s": self.flops / step_s / 1e12,
             "computed_tokens_per_s": num_rows / step_s,
             "logical_tokens_per_s": self.layout.num_logical_tokens / step_s,
-            "peak_gib": torch.cuda.max_memory_allocated(self.device) / 2**30 if is_gpu else None,
             "dedup_ratio": self.layout.dedup_ratio,
             "flop_ratio": self.flop_ratio,
             **more,

@@ -26,12 +26,13 @@ def measured_line(row: BenchRow) -> str:
     """One variant, as soon as it is measured."""
     figures = row.figures
     name = f"{figures['variant']} (peer)" if row.peer else figures["variant"]
-    mfu, peak = figures.get("useful_mfu"), figures["peak_gib"]
+    mfu, peak, optimizer_s = figures.get("useful_mfu"), figures["peak_gib"], figures["optimizer_s"]
     return (
         f"  {name:<{LABEL_WIDTH}} {figures['step_s']:.4g} s "
         f"({figures['step_min_s']:.4g} to {figures['step_max_s']:.4g})"
         + ("" if mfu is None else f"  useful MFU {mfu:.3f}")
         + ("" if peak is None else f"  {peak:.1f} GiB")
+        + ("" if optimizer_s is None else f"  optimizer {optimizer_s:.3g} s")
         + f"  first call {figures['first_call_s']:.3g} s  gradients out by {figures['slice_gradient_gap']:.2g}"
     )
 

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
+
+from ratoon.trainer import MasterOptimizer
 
 _MIN_STEPS = 2
 _MAX_STEPS = 12
+_OPTIMIZER_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,26 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     end.record()
     torch.cuda.synchronize(device)
     return start.elapsed_time(end) / 1e3
+
+
+def optimizer_seconds(model: nn.Module, device: torch.device) -> float | None:
+    """One update of the weights from the gradients that the model has, which are used up: their norm, AdamW, and the
+    values back in the model's dtype. None where the memory does not suffice, which is found out by trying.
+
+    The learning rate is 0, so that the weights stay as they are.
+    """
+    samples_s: list[float] = []
+    try:
+        optimizer = MasterOptimizer(model.parameters(), learning_rate=0.0, weight_decay=0.01, betas=(0.9, 0.999))
+        optimizer.accumulate()
+        gradients = [master.grad for master in optimizer.masters]
+        for _ in range(1 + _OPTIMIZER_STEPS):  # the first makes the moments
+            for master, gradient in zip(optimizer.masters, gradients, strict=True):
+                master.grad = gradient
+            samples_s.append(seconds_of(lambda: optimizer.step(learning_rate=0.0, max_grad_norm=1.0), device))
+    except torch.OutOfMemoryError:
+        return None
+    return statistics.median(samples_s[1:])
 
 
 def gpu_idle_fraction(step: Callable[[], object]) -> float:
