@@ -150,7 +150,13 @@ def package_names(requirements: list[str]) -> set[str]:
 
 
 FOUND_AT_RUN_TIME = {
-    "triton": ("attention/triton/", "attention/flash/merge_kernels.py", "ops/logprob/tile_kernels.py"),
+    "triton": (
+        "attention/triton/",
+        "attention/flash/merge_kernels.py",
+        "attention/paged/",
+        "ops/logprob/tile_kernels.py",
+        "ops/sampling/",
+    ),
     "flash_attn": ("attention/flash/fa4_package.py",),
     "cutlass": ("attention/flash/fa4_package.py",),
 }
