@@ -31,7 +31,9 @@ class ScriptedEngine:
         self.silent = silent
         self.calls: list[tuple[str | int, int, SamplingParams, int]] = []
 
-    async def generate(self, prompt: Prompt, *, group_size: int, sampling: SamplingParams, step: int) -> RolloutGroup:
+    async def generate(
+        self, prompt: Prompt, *, group_size: int, sampling: SamplingParams, step: int, **_: object
+    ) -> RolloutGroup:
         self.calls.append((prompt.id, group_size, sampling, step))
         lengths = () if prompt.id in self.silent else range(1, group_size + 1)
         return RolloutGroup(

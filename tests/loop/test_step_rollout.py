@@ -32,7 +32,9 @@ class Engine:
     def __init__(self, silent: Sequence[str] = ()) -> None:
         self.silent, self.asked = silent, list[str | int]()
 
-    async def generate(self, prompt: Prompt, *, group_size: int, sampling: SamplingParams, step: int) -> RolloutGroup:
+    async def generate(
+        self, prompt: Prompt, *, group_size: int, sampling: SamplingParams, step: int, **_: object
+    ) -> RolloutGroup:
         self.asked.append(prompt.id)
         return RolloutGroup(prompt, () if prompt.id in self.silent else (Response(np.ones(2, int)),) * group_size)
 
@@ -199,6 +201,7 @@ def test_rewards_are_told_by_source():
         num_rounds=1,
         num_groups_wanted=4,
         num_teaching=None,
+        num_generated_tokens=12,
     )
     assert rollout.reward_mean_by_source == {"a": 0.5, "c": 4.0}, "over responses; one that lost all of them has none"
     assert rollout.num_lost == 7

@@ -112,6 +112,9 @@ VARIANTS = {
         "--data={sources=[{source='words.jsonl',weight=2.0},{source='others.jsonl',weight=1.0}],"
         "num_heldout=3,chat_template=false}",
     ),
+    "partial rollouts": (
+        "--rollout.max_new_tokens_per_step=2", "--rollout.top_k=5", "--algorithm.mismatch_correction=token-tis",
+    ),
     "uneven epochs, every step saved": (
         "--data.num_heldout=4", "--trainer.checkpoint_every_steps=1", "--evaluation.every_steps=2",
     ),

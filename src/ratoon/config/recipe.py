@@ -69,6 +69,12 @@ class Recipe(BaseModel):
                 f"algorithm.num_minibatches is {self.algorithm.num_minibatches}, more than "
                 f"rollout.prompts_per_step = {self.rollout.prompts_per_step}: some updates would have no group"
             )
+        if self.rollout.max_new_tokens_per_step is not None and self.algorithm.dynamic_sampling:
+            raise ValueError(
+                "rollout.max_new_tokens_per_step does not go with algorithm.dynamic_sampling, which draws groups until "
+                "a step is full: those of later rounds would not be complete; set algorithm.dynamic_sampling to false, "
+                "or leave rollout.max_new_tokens_per_step out"
+            )
         return self
 
     @model_validator(mode="after")

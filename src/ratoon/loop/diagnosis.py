@@ -59,6 +59,9 @@ class StepDiagnosis:
     staleness_max: int
     """Policy versions between the oldest token and the weights it trains."""
 
+    staleness_mean: float
+    """The same, over all tokens of which the version is known."""
+
     @classmethod
     def of(
         cls, groups: Sequence[RolloutGroup], policy_version: int, *, num_responses_asked: int | None = None
@@ -71,11 +74,8 @@ class StepDiagnosis:
         groups = [group for group in groups if group.group_size]
         responses = [response for group in groups for response in group.responses]
         rewards = np.concatenate([group.rewards_N for group in groups if group.rewards_N is not None] or [np.zeros(0)])
-        oldest = [
-            int(response.policy_versions.min())
-            for response in responses
-            if response.policy_versions is not None and response.num_tokens
-        ]
+        known = [response.policy_versions for response in responses if response.policy_versions is not None]
+        staleness = policy_version - np.concatenate([np.empty(0, np.int64), *known])
         return cls(
             num_groups=len(groups),
             num_responses=len(responses),
@@ -91,7 +91,8 @@ class StepDiagnosis:
             reward_mean=float(rewards.mean()) if rewards.size else 0.0,
             reward_std=float(rewards.std()) if rewards.size else 0.0,
             response_tokens_mean=float(np.mean([response.num_tokens for response in responses])) if responses else 0.0,
-            staleness_max=policy_version - min(oldest, default=policy_version),
+            staleness_max=int(staleness.max(initial=0)),
+            staleness_mean=float(staleness.mean()) if staleness.size else 0.0,
         )
 
     def warnings(self, facts: "StepFacts | None" = None) -> dict[str, str]:
@@ -125,6 +126,18 @@ class StepDiagnosis:
             found[cause.kind] = cause.sentence
         return found
 
+    def staleness_warnings(self) -> dict[str, str]:
+        """For a loss that does not weigh tokens by what drew them (`algorithm.mismatch_correction`)."""
+        if self.staleness_max <= 0:
+            return {}
+        return {
+            "stale tokens": (
+                f"tokens of the step were drawn up to {self.staleness_max} policy versions before the weights they "
+                f"train ({self.staleness_mean:.2f} on average), and the loss takes them for the present policy's; set "
+                "algorithm.mismatch_correction (token-tis is usual), which weighs them by both probabilities"
+            )
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
@@ -142,6 +155,7 @@ class StepFacts:
     num_truncated: int
     num_repetitive: int
     num_empty: int
+    num_waiting_groups: int
     reward_mean: float | None
     num_updates: int | None
     num_loss_tokens: int | None
@@ -185,6 +199,7 @@ _COUNTS = (
     "num_truncated",
     "num_repetitive",
     "num_empty",
+    "num_waiting_groups",
 )
 
 
@@ -205,6 +220,13 @@ def explain_loss(facts: StepFacts) -> LossCause | None:
     cause = useless_cause(facts)
     if cause is not None:
         return cause
+    if _only_waits(facts):
+        return LossCause(
+            "no group complete",
+            f"no group is complete yet: all {facts.num_waiting_groups} go on in the next step, for "
+            "rollout.max_new_tokens_per_step is less than a response takes, so the loss is 0 and the weights stay",
+            is_normal=True,
+        )
     if facts.learning_rate == 0:
         return LossCause(
             "learning rate 0",
@@ -228,8 +250,10 @@ def explain_loss(facts: StepFacts) -> LossCause | None:
 
 
 def useless_cause(facts: StepFacts) -> LossCause | None:
-    """Why a step taught nothing; None if it had something to teach."""
+    """Why a step taught nothing; None if it had something to teach, or only drew what later steps train on."""
     N = facts.num_responses
+    if _only_waits(facts):
+        return None
     if N == 0:
         return LossCause(
             "no responses",
@@ -270,6 +294,11 @@ def useless_cause(facts: StepFacts) -> LossCause | None:
         else ("use easier or harder prompts, a larger rollout.group_size, or a finer reward")
     )
     return LossCause("equal rewards", f"{which}{mean}, {nothing}; {more_prompts}{prompts}")
+
+
+def _only_waits(facts: StepFacts) -> bool:
+    """Under partial rollouts, whether the step had nothing to train on because no group is complete yet."""
+    return facts.num_responses == 0 and facts.num_lost_responses == 0 and facts.num_waiting_groups > 0
 
 
 def _without_loss_tokens(facts: StepFacts) -> LossCause:

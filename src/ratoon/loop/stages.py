@@ -44,6 +44,19 @@ class MainScores:
         return await on_main_awaited(self.ranks, "rewards from rank 0", score)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupCall:
+    """One `engine.generate`."""
+
+    prompt: Prompt
+    group_size: int
+    step: int
+    """In which the group is, or was, begun."""
+
+    begun: RolloutGroup | None = None
+    """What an earlier call gave."""
+
+
 async def generate_groups(
     engine: RolloutEngine,
     prompts: Sequence[Prompt],
@@ -58,23 +71,43 @@ async def generate_groups(
     ranks: call it together, with the same prompts; each generates for its share with its own engine, and all have all
     groups in the end. Draws depend on the prompts alone, not on who makes them.
     """
+    calls = [GroupCall(prompt, group_size, step) for prompt in prompts]
+    return await generate_calls(engine, calls, sampling=sampling, ranks=ranks)
+
+
+async def generate_calls(
+    engine: RolloutEngine,
+    calls: Sequence[GroupCall],
+    *,
+    sampling: SamplingParams,
+    max_new_tokens: int | None = None,
+    ranks: DataParallel | None = None,
+) -> tuple[RolloutGroup, ...]:
+    """The group of each call, in their order; otherwise as `generate_groups`."""
     ranks = single_process() if ranks is None else ranks
-    mine = prompts[ranks.rank :: ranks.world_size]
-    own = _generate(engine, mine, group_size=group_size, sampling=sampling, step=step)
+    mine = calls[ranks.rank :: ranks.world_size]
+    own = _generate(engine, mine, sampling=sampling, max_new_tokens=max_new_tokens)
     by_rank = await on_each_awaited(ranks, "responses of every rank", own)
-    return tuple(by_rank[index % ranks.world_size][index // ranks.world_size] for index in range(len(prompts)))
+    return tuple(by_rank[index % ranks.world_size][index // ranks.world_size] for index in range(len(calls)))
 
 
 async def _generate(
-    engine: RolloutEngine, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, step: int
+    engine: RolloutEngine, calls: Sequence[GroupCall], *, sampling: SamplingParams, max_new_tokens: int | None
 ) -> tuple[RolloutGroup, ...]:
     async with asyncio.TaskGroup() as tasks:
         running = [
             tasks.create_task(
-                engine.generate(prompt, group_size=group_size, sampling=sampling, step=step),
-                name=f"generate {prompt.id}",
+                engine.generate(
+                    call.prompt,
+                    group_size=call.group_size,
+                    sampling=sampling,
+                    step=call.step,
+                    begun=call.begun,
+                    max_new_tokens=max_new_tokens,
+                ),
+                name=f"generate {call.prompt.id}",
             )
-            for prompt in prompts
+            for call in calls
         ]
     return tuple(task.result() for task in running)
 

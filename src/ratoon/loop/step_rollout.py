@@ -12,12 +12,14 @@ from ratoon.algorithms import are_equal
 from ratoon.config.recipe import Recipe
 from ratoon.data import SOURCE_KEY, PromptStream
 from ratoon.distributed import DataParallel
+from ratoon.loop.partial_rollout import PartialRollout, roll_out_parts
 from ratoon.loop.repeats import tell_apart
 from ratoon.loop.stages import Scores, generate_groups
+from ratoon.loop.waiting_groups import NONE_WAITING, WaitingGroups
 from ratoon.metrics import MetricsLog
 from ratoon.rewards import ScoredGroups
 from ratoon.rewards.scored import merge
-from ratoon.rollout import RolloutEngine
+from ratoon.rollout import RolloutConfig, RolloutEngine
 from ratoon.types.rollouts import RolloutGroup
 
 
@@ -41,6 +43,12 @@ class StepRollout:
     num_groups_wanted: int
     num_teaching: int | None
     """Of `groups`, under dynamic sampling: all of them, or 0 where nothing that was sampled teaches."""
+
+    num_generated_tokens: int
+    """Drawn in this step; under partial rollouts not those of `groups`, which earlier steps drew in part."""
+
+    waiting: WaitingGroups = NONE_WAITING
+    """Under partial rollouts, what the next step goes on with."""
 
     @property
     def num_lost(self) -> int:
@@ -94,16 +102,33 @@ async def roll_out(
     metrics: MetricsLog,
     enter: Callable[[str], None],
     ranks: DataParallel | None = None,
+    waiting: WaitingGroups = NONE_WAITING,
 ) -> StepRollout:
-    """Samples and scores `rollout.prompts_per_step` groups.
+    """Samples and scores `rollout.prompts_per_step` groups; under partial rollouts those that `roll_out_parts` gives.
 
     Under dynamic sampling (DAPO, arXiv 2503.14476, §3.2), groups whose rewards are all equal are replaced by groups of
     the next prompts, for `algorithm.max_sampling_rounds` rounds at most; then fewer groups have to do. Where no group
     at all teaches anything, the first ones are returned as they are: the step then says why it is useless.
 
     enter: told the name of each phase as it begins. ranks: share the generation; they call it together.
+    waiting: what the step before left, under partial rollouts.
     """
     rollout, wanted = recipe.rollout, recipe.rollout.prompts_per_step
+    if rollout.max_new_tokens_per_step is not None:
+        enter("generate")
+        with metrics.span("generate"):
+            drawn = await roll_out_parts(
+                step,
+                waiting=waiting,
+                config=rollout,
+                seed=recipe.run.seed,
+                prompts=prompts,
+                engine=engine,
+                ranks=ranks,
+            )
+        enter("reward")
+        with metrics.span("reward"):
+            return await _scored_parts(drawn, rewards, rollout)
     sampling = rollout.sampling_params(recipe.run.seed)
     seen: Counter[str | int] = Counter()
     parts: list[ScoredGroups] = []
@@ -134,6 +159,23 @@ async def roll_out(
         num_rounds=len(parts),
         num_groups_wanted=wanted,
         num_teaching=min(len(teaching), wanted) if recipe.algorithm.dynamic_sampling else None,
+        num_generated_tokens=sum(sum(group.response_lengths) for group in scored.groups),
+    )
+
+
+async def _scored_parts(drawn: PartialRollout, rewards: Scores, rollout: RolloutConfig) -> StepRollout:
+    """The complete groups with rewards: those that wait have none yet."""
+    scored = await rewards.score([group for group in drawn.complete if group.group_size])
+    return StepRollout(
+        scored=scored,
+        groups=tuple(group for group in scored.groups if group.group_size),
+        num_groups_asked=len(drawn.complete),
+        num_responses_asked=len(drawn.complete) * rollout.group_size,
+        num_rounds=1,
+        num_groups_wanted=rollout.prompts_per_step,
+        num_teaching=None,
+        num_generated_tokens=drawn.num_generated_tokens,
+        waiting=drawn.waiting,
     )
 
 

@@ -25,6 +25,7 @@ from ratoon.loop.run_memory import row_counts
 from ratoon.loop.stages import MainScores, attach_advantages, plan_updates
 from ratoon.loop.step_rollout import StepRollout, roll_out, without_truncated
 from ratoon.loop.stop_rules import StopReason, StopRules
+from ratoon.loop.waiting_groups import NONE_WAITING, WaitingGroups
 from ratoon.metrics import MetricsLog, read_metrics
 from ratoon.metrics.rows import MetricValue
 from ratoon.models import can_keep_prompts, model_shape
@@ -47,6 +48,8 @@ from ratoon.weight_sync import publish
 
 _SILENCE_S = 10.0
 """After it the next step of the warm start is shown, which otherwise is one in five."""
+
+_WAITING = "waiting_groups"  # in a checkpoint's state
 
 _ASSUMED_FLOPS_PER_S = {"cpu": 5e10, "cuda": 4e14}
 """Of one rank, for the planner, whose choices depend on proportions only."""
@@ -85,6 +88,8 @@ class SynchronousRun:
         self.data_parallel = data_parallel
         self.memory = memory
         self.prompts = self._stream(shuffle=recipe.data.shuffle)
+        self.waiting = NONE_WAITING
+        """Begun and not trained on, under partial rollouts."""
         self.cost = CostModel.from_shape(model_shape(model.config), flops_per_s=_ASSUMED_FLOPS_PER_S[model.device.type])
         is_cuda = model.device.type == "cuda"
         self.peak_tflops = peak_tflops(torch.cuda.get_device_name(model.device)) if is_cuda else None
@@ -92,7 +97,7 @@ class SynchronousRun:
         self.stop_rules = StopRules(recipe.stop)
         self.stop_reason: StopReason | None = None
         """The rule that has ended the run."""
-        self._has_explained_zero = False
+        self._explained = set[str]()
         self.num_steps_done = 0
         self.newest_checkpoint: Path | None = None
         self.is_stopping = False
@@ -111,6 +116,8 @@ class SynchronousRun:
             torch.manual_seed(self.recipe.run.seed + saved.step + ranks.rank)
         self._warn_of_changed_files(saved.step, saved.position.get("user_files", {}))
         self.prompts.restore(StreamState(**saved.position["prompts"]))
+        if _WAITING in saved.state:
+            self.waiting = WaitingGroups.restore(saved.state[_WAITING], self.prompts)
         self.num_steps_done = saved.step
         self.newest_checkpoint = checkpoint
         self.forget_after(saved.step)
@@ -224,7 +231,9 @@ class SynchronousRun:
                 metrics=self.metrics,
                 enter=self._enter,
                 ranks=self.data_parallel,
+                waiting=self.waiting,
             )
+        self.waiting = rollout.waiting
         kl = self._kl_in_rewards(rollout.groups)
         penalties = None if kl is None else [recipe.algorithm.kl_coefficient * kl_N for kl_N in kl]
         groups = attach_advantages(rollout.groups, recipe.algorithm, penalties=penalties)
@@ -305,7 +314,7 @@ class SynchronousRun:
                 ranks=self.data_parallel,
                 model_writer=partial(save_model, self.sampled, self.inputs.tokenizer),
                 model_bytes=model_file_bytes(self.sampled),
-                state={"rng": capture_rng()},
+                state={"rng": capture_rng(), **({_WAITING: self.waiting.state()} if self.waiting.groups else {})},
                 position={"prompts": asdict(self.prompts.state()), "user_files": dict(self.inputs.user_files)},
                 keep_last=self.recipe.trainer.keep_checkpoints,
                 keep_steps=() if best is None else (best,),
@@ -421,7 +430,6 @@ class SynchronousRun:
             reward_std=rollout.reward_std,
         )
         memory = self.memory.of_step([row_counts(update, self.trainer.sequence_group.data_rank) for update in updates])
-        num_generated = sum(sum(group.response_lengths) for group in rollout.scored.groups)
         row = self.metrics.log(
             self.num_steps_done,
             "train",
@@ -430,7 +438,8 @@ class SynchronousRun:
             **{f"reward_of_{name}": mean for name, mean in rollout.reward_mean_by_source.items()},
             num_sampling_rounds=rollout.num_rounds,
             num_sampled_groups=rollout.num_groups_asked,
-            num_generated_tokens=num_generated,
+            num_generated_tokens=rollout.num_generated_tokens,
+            num_waiting_groups=len(rollout.waiting.groups),
             **({"num_loss_tokens": 0} if result is None else self._update_figures(result)),
             **memory.metrics(),
             planner_imbalance=max((update.plan.imbalance for update in updates), default=1.0),
@@ -443,7 +452,7 @@ class SynchronousRun:
                 step=self.num_steps_done,
                 num_steps=self.recipe.trainer.num_steps,
                 seconds=seconds,
-                reward_mean=diagnosis.reward_mean,
+                reward_mean=diagnosis.reward_mean if rollout.scored.groups else None,
                 loss=None if result is None else result.loss,
                 logical_tokens_per_s=None if result is None else result.logical_tokens_per_s,
                 computed_tokens_per_s=None if result is None else result.computed_tokens_per_s,
@@ -452,7 +461,10 @@ class SynchronousRun:
         )
         facts = StepFacts.of(row.values)
         self._explain_zero_once(facts)
-        for kind, warning in (rollout.scored.warnings() | rollout.warnings() | diagnosis.warnings(facts)).items():
+        warnings = rollout.scored.warnings() | rollout.warnings() | diagnosis.warnings(facts)
+        if not self.recipe.algorithm.needs_rollout_logprobs:
+            warnings |= diagnosis.staleness_warnings()
+        for kind, warning in warnings.items():
             self.view.warn(warning, kind=kind)
         if memory.warning is not None:
             self.view.warn(memory.warning, kind="memory beyond prediction")
@@ -461,8 +473,8 @@ class SynchronousRun:
     def _explain_zero_once(self, facts: StepFacts) -> None:
         """A loss that prints as 0 worries people also where nothing is wrong."""
         cause = explain_loss(facts)
-        if cause is not None and cause.is_normal and not self._has_explained_zero:
-            self._has_explained_zero = True
+        if cause is not None and cause.is_normal and cause.kind not in self._explained:
+            self._explained.add(cause.kind)
             self.view.say(cause.sentence)
 
     def _update_figures(self, result: StepResult) -> dict[str, MetricValue]:

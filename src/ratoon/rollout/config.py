@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ratoon.types.sampling import SamplingParams
 
@@ -41,6 +41,11 @@ class RolloutConfig(BaseModel):
     max_response_tokens: int = Field(default=256, ge=1)
     """A response is cut after this many tokens, EOS included."""
 
+    max_new_tokens_per_step: int | None = Field(default=None, ge=1)
+    """Partial rollouts (Kimi k1.5, arXiv:2501.12599): a response has at most this many tokens drawn in one step, and
+    goes on in the next one under the weights of then. A step trains on groups of which every response ended. Fewer than
+    `max_response_tokens`. Absent: every response runs to its end in the step that began it."""
+
     stop: tuple[str, ...] = ()
     """Strings that end a response as soon as its text holds one; the string is kept."""
 
@@ -52,9 +57,9 @@ class RolloutConfig(BaseModel):
     `max_concurrent_responses` of the longest prompts and responses so far can fill; never all free memory."""
 
     max_support_mib: int = Field(default=1024, ge=1)
-    """MiB of main memory for the ids of the kept tokens of one step, 4 bytes each, an equal share for each response.
-    `top_k` bounds them (`max_response_tokens * top_k` a response); `top_p` and `min_p` keep most of the vocabulary
-    where a distribution is flat. More ends the run and says so."""
+    """MiB of main memory for the ids of the kept tokens of all groups that a step has, 4 bytes each, an equal share for
+    each response. `top_k` bounds them (`max_response_tokens * top_k` a response); `top_p` and `min_p` keep most of the
+    vocabulary where a distribution is flat. More ends the run and says so."""
 
     timeout_s: float = Field(default=300.0, gt=0, le=604_800, allow_inf_nan=False)
     """A generate call that sees no new token for this many seconds ends the run and says what it waited for."""
@@ -73,14 +78,32 @@ class RolloutConfig(BaseModel):
             raise ValueError("leaves one token to draw, with log-prob 0 and nothing to learn; use 0 (all), 2 or more")
         return top_k
 
+    @model_validator(mode="after")
+    def _parts_are_parts(self) -> "RolloutConfig":
+        part = self.max_new_tokens_per_step
+        if part is not None and part >= self.max_response_tokens:
+            raise ValueError(
+                f"max_new_tokens_per_step = {part} does nothing with max_response_tokens = {self.max_response_tokens}, "
+                "which no response passes in one step; leave it out, or lower it"
+            )
+        return self
+
     @property
     def responses_per_step(self) -> int:
         return self.prompts_per_step * self.group_size
 
     @property
+    def max_parts(self) -> int:
+        """Steps that the longest response is drawn in."""
+        part = self.max_new_tokens_per_step
+        return 1 if part is None else -(-self.max_response_tokens // part)
+
+    @property
     def max_support_ids(self) -> int:
         """Kept token ids that one response may record, on average over its group."""
-        return (self.max_support_mib << 20) // _BYTES_PER_KEPT_ID // self.responses_per_step
+        # With partial rollouts: of each of the last max_parts steps, and less than one step's that wait complete.
+        num_steps_held = self.max_parts if self.max_parts == 1 else self.max_parts + 1
+        return (self.max_support_mib << 20) // _BYTES_PER_KEPT_ID // (self.responses_per_step * num_steps_held)
 
     def sampling_params(self, seed: int) -> SamplingParams:
         """The distribution to train on; `seed` is the run's."""
