@@ -100,6 +100,10 @@ class ResponseDraft:
         self.finish_reason = self.ending.reason(self.token_ids)
         return self.finish_reason is not None
 
+    def take_until_end(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> bool:
+        """Append tokens up to the one that ends the response, and forget those behind it; true where it ended."""
+        return any(self.take(token_id, logprob) for token_id, logprob in zip(token_ids, logprobs, strict=True))
+
     def response(self, tokenizer: PreTrainedTokenizerBase) -> Response:
         """The response as it stands; one that has not ended was aborted."""
         text = decode(tokenizer, self.token_ids)
