@@ -61,6 +61,10 @@ class DeviceReads:
         found.load(reads)
         return found
 
+    def clear(self) -> None:
+        """No reads: every response is padding."""
+        self._device.zero_()
+
     def load(self, reads: PagedReads) -> None:
         """What the device held before is overwritten in the order of its stream, and responses beyond these become
         padding. The copy of an earlier call must have run."""
