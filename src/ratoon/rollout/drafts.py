@@ -29,15 +29,22 @@ class Ending:
     eos_ids: frozenset[int]
     stop: StopStrings
     max_tokens: int
+    max_new_tokens: int | None = None
+    """Of one call; None: a response runs to its end."""
 
-    def reason(self, token_ids: Sequence[int]) -> FinishReason | None:
-        """Why the response ends with its last token; None while it goes on."""
+    def reason(self, token_ids: Sequence[int], num_begun: int = 0) -> FinishReason | None:
+        """Why the response ends, or stops, with its last token; None while it goes on.
+
+        num_begun: tokens of earlier calls.
+        """
         if token_ids[-1] in self.eos_ids:
             return FinishReason.EOS
         if self.stop.ends(token_ids):
             return FinishReason.STOP
         if len(token_ids) >= self.max_tokens:
             return FinishReason.LENGTH
+        if self.max_new_tokens is not None and len(token_ids) - num_begun >= self.max_new_tokens:
+            return FinishReason.BUDGET
         return None
 
 
@@ -82,7 +89,33 @@ class ResponseDraft:
     kept: list[NDArray[np.int32]] = field(default_factory=list)
     """The ids that each token was drawn among; stays empty without truncation."""
 
+    num_begun: int = 0
+    """Tokens of earlier calls."""
+
+    ended: Response | None = None
+    """What an earlier call brought to its end, handed out again as it is."""
+
     finish_reason: FinishReason | None = None
+    """None while it is to have more tokens."""
+
+    def go_on_from(self, begun: Response) -> None:
+        """Take over what an earlier call drew (`check_begun`). A response without a token has not begun."""
+        assert not self.token_ids, "a response goes on from an earlier one after it has tokens"
+        if not begun.can_go_on:
+            self.ended, self.finish_reason = begun, begun.finish_reason
+            return
+        R = begun.num_tokens
+        self.num_begun = R
+        self.token_ids = begun.token_ids.tolist()
+        self.logprobs = [0.0] * R if begun.rollout_logprobs is None else begun.rollout_logprobs.tolist()
+        assert R == 0 or begun.policy_versions is not None, "a response without versions is gone on from"
+        self.versions = [] if begun.policy_versions is None else begun.policy_versions.tolist()
+        if begun.support is not None:
+            for kept in np.split(begun.support.token_ids, begun.support.offsets[1:-1])[:R]:
+                self.draw_among(kept)
+        # An engine that was aborted may have drawn the last token that there can be.
+        if R:
+            self.finish_reason = self.ending.reason(self.token_ids, num_begun=R)
 
     def draw_among(self, kept: NDArray[np.int32]) -> None:
         """What the next token to be taken was drawn among. Raises UserError where it does not fit the budget."""
@@ -97,7 +130,7 @@ class ResponseDraft:
         self.versions.append(self.stamp.version)
         num_kept_sets = 0 if self.truncation is None else len(self.token_ids)
         assert len(self.kept) == num_kept_sets, f"{len(self.token_ids)} tokens were drawn among {len(self.kept)} sets"
-        self.finish_reason = self.ending.reason(self.token_ids)
+        self.finish_reason = self.ending.reason(self.token_ids, self.num_begun)
         return self.finish_reason is not None
 
     def take_until_end(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> bool:
@@ -106,6 +139,8 @@ class ResponseDraft:
 
     def response(self, tokenizer: PreTrainedTokenizerBase) -> Response:
         """The response as it stands; one that has not ended was aborted."""
+        if self.ended is not None:
+            return self.ended
         text = decode(tokenizer, self.token_ids)
         if self.finish_reason is FinishReason.STOP:
             text = self.ending.stop.cut(text) or text
@@ -139,10 +174,14 @@ class GroupDraft:
         ending: Ending,
         stamp: PolicyStamp,
         max_support_ids: int,
+        begun: RolloutGroup | None = None,
     ) -> "GroupDraft":
-        """max_support_ids: kept token ids that one response may record, on average over the group."""
+        """max_support_ids: kept token ids that one response may record, on average over the group.
+
+        begun: what an earlier call drew of the same group (`check_begun`).
+        """
         budget = SupportBudget(prompt.id, group_size * max_support_ids)
-        return cls(
+        group = cls(
             prompt=prompt,
             drafts=tuple(
                 ResponseDraft(
@@ -157,6 +196,15 @@ class GroupDraft:
             ),
             max_response_tokens=sampling.max_response_tokens,
         )
+        if begun is not None:
+            for draft, response in zip(group.drafts, begun.responses, strict=True):
+                draft.go_on_from(response)
+        return group
+
+    @property
+    def open_drafts(self) -> tuple[ResponseDraft, ...]:
+        """Those that are to have more tokens."""
+        return tuple(draft for draft in self.drafts if draft.finish_reason is None)
 
     @property
     def is_complete(self) -> bool:

@@ -21,10 +21,13 @@ class FinishReason(StrEnum):
     """A stop string appeared in its text; the tokens that complete the string are kept."""
 
     LENGTH = "length"
-    """The token budget ran out."""
+    """It has as many tokens as a response may have (`max_response_tokens`)."""
 
     ABORT = "abort"
     """The engine was told to stop; the tokens so far are kept."""
+
+    BUDGET = "budget"
+    """It has all the tokens that its call allowed (`max_new_tokens`), and can go on in a later one."""
 
 
 def token_array(token_ids: ArrayLike, what: str) -> NDArray[np.int64]:
@@ -219,8 +222,13 @@ class Response:
 
     @property
     def is_truncated(self) -> bool:
-        """The token budget ended it, not the model."""
+        """Its greatest length ended it, not the model."""
         return self.finish_reason is FinishReason.LENGTH
+
+    @property
+    def can_go_on(self) -> bool:
+        """It was stopped, by a token budget or an abort, and a later `generate` may take it further."""
+        return self.finish_reason in (FinishReason.BUDGET, FinishReason.ABORT)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

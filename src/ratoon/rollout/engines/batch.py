@@ -50,12 +50,15 @@ class _Share:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
+    """Responses of one group that can share their prompt's blocks: those without a token, or a single one that has."""
+
     group: GroupDraft
+    drafts: tuple[ResponseDraft, ...]
     num_admitted: int = 0
 
     @property
     def num_left(self) -> int:
-        return len(self.group.drafts) - self.num_admitted
+        return len(self.drafts) - self.num_admitted
 
 
 class GenerationBatch:
@@ -92,7 +95,12 @@ class GenerationBatch:
             )
 
     def add(self, group: GroupDraft) -> None:
-        self._waiting.append(_Waiting(group))
+        """See `Batch.add`. A response that goes on reads its prompt anew with its own tokens, in blocks of its own."""
+        begun = [draft for draft in group.open_drafts if draft.token_ids]
+        fresh = tuple(draft for draft in group.open_drafts if not draft.token_ids)
+        self._waiting.extend(_Waiting(group, (draft,)) for draft in begun)
+        if fresh:
+            self._waiting.append(_Waiting(group, fresh))
 
     def step(self) -> StepReport:
         """Admit what fits, run one forward pass, and hand out the groups that are complete."""
@@ -210,9 +218,9 @@ class GenerationBatch:
     def _start(self, waiting: _Waiting, num_responses: int) -> None:
         group = waiting.group
         first = waiting.num_admitted
-        drafts = group.drafts[first : first + num_responses]
-        tokens = group.prompt.token_ids.tolist()
-        # A prompt of one token leaves nothing to compute before the fork.
+        drafts = waiting.drafts[first : first + num_responses]
+        tokens = [*group.prompt.token_ids.tolist(), *drafts[0].token_ids]
+        # A prompt of one token leaves nothing to compute before the fork. A response that goes on is alone.
         forks = num_responses > 1 and len(tokens) > 1
         request_ids: list[str] = []
         assert self._processor is not None, "a group was admitted without a cache"

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ratoon.models.settings import setting
+from ratoon.rollout.begun import check_begun, check_new_tokens, check_no_routes
 from ratoon.rollout.config import RolloutConfig
 from ratoon.rollout.drafts import Ending, GroupDraft, PolicyStamp
 from ratoon.rollout.engines.shared_weights import share_again
@@ -73,11 +74,25 @@ class InProcessEngine(Generic[BatchT]):
     def policy_version(self) -> int:
         return self._stamp.version
 
-    async def generate(self, prompt: Prompt, *, group_size: int, sampling: SamplingParams, step: int) -> RolloutGroup:
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        group_size: int,
+        sampling: SamplingParams,
+        step: int,
+        begun: RolloutGroup | None = None,
+        max_new_tokens: int | None = None,
+    ) -> RolloutGroup:
         """See `RolloutEngine.generate`. Waits for its own future, which the driver task resolves."""
         self._check_open()
         self._check_request(prompt, group_size, sampling)
-        ending = Ending(self._eos_ids, StopStrings(sampling.stop, self._tokenizer), sampling.max_response_tokens)
+        check_new_tokens(max_new_tokens)
+        if begun is not None:
+            check_begun(begun, prompt, group_size=group_size, sampling=sampling, vocab_size=self._num_embeddings)
+            check_no_routes(begun)
+        stop = StopStrings(sampling.stop, self._tokenizer)
+        ending = Ending(self._eos_ids, stop, sampling.max_response_tokens, max_new_tokens)
         draft = GroupDraft.start(
             prompt,
             group_size,
@@ -86,7 +101,10 @@ class InProcessEngine(Generic[BatchT]):
             ending=ending,
             stamp=self._stamp,
             max_support_ids=self._config.max_support_ids,
+            begun=begun,
         )
+        if draft.is_complete:
+            return draft.group(self._tokenizer)
         call = _Call(draft, asyncio.get_running_loop().create_future())
         self._calls[id(draft)] = call
         self._worker.submit(lambda: self._batch.add(draft))
@@ -155,9 +173,7 @@ class InProcessEngine(Generic[BatchT]):
     def _check_request(self, prompt: Prompt, group_size: int, sampling: SamplingParams) -> None:
         if group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {group_size}")
-        embedding = self._model.get_input_embeddings().weight
-        assert isinstance(embedding, Tensor), "the input embedding is a table of token ids"
-        num_embeddings = embedding.shape[0]
+        num_embeddings = self._num_embeddings
         largest = int(prompt.token_ids.max())
         if largest >= num_embeddings:
             raise UserError(
@@ -173,6 +189,12 @@ class InProcessEngine(Generic[BatchT]):
                 "lower one of them or drop the prompt"
             )
         self._batch.check_fits(prompt.id, prompt.num_tokens, sampling.max_response_tokens)
+
+    @property
+    def _num_embeddings(self) -> int:
+        embedding = self._model.get_input_embeddings().weight
+        assert isinstance(embedding, Tensor), "the input embedding is a table of token ids"
+        return embedding.shape[0]
 
     def _drive(self) -> None:
         loop = asyncio.get_running_loop()

@@ -34,7 +34,7 @@ class Batch(Protocol):
         ...
 
     def add(self, group: GroupDraft) -> None:
-        """Queue the responses of a group behind those that wait."""
+        """Queue the open responses of a group, one at least, behind those that wait. Some may have tokens already."""
         ...
 
     def step(self) -> StepReport:

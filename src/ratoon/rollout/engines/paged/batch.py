@@ -96,13 +96,15 @@ class PagedBatch:
             )
 
     def add(self, group: GroupDraft) -> None:
-        group_size = len(group.drafts)
-        family = self._families[id(group)] = Family(group, num_waiting=group_size, num_unstarted=group_size)
-        for draft in group.drafts:
+        """See `Batch.add`. What an earlier call began enters as after a pre-emption: its tokens' keys are computed."""
+        drafts = group.open_drafts
+        num_unstarted = sum(not draft.token_ids for draft in drafts)
+        family = self._families[id(group)] = Family(group, num_waiting=len(drafts), num_unstarted=num_unstarted)
+        for draft in drafts:
             self._waiting.append(Request(self._num_requests, family, draft))
             self._num_requests += 1
         num_prompt_blocks = self._holdings.blocks_for(group.prompt.num_tokens)
-        num_together = min(group_size, self._max_concurrent_responses)
+        num_together = min(len(drafts), self._max_concurrent_responses)
         per_response = self._holdings.most_own_blocks(group.max_response_tokens) + num_prompt_blocks / num_together
         self._most_blocks_per_response = max(self._most_blocks_per_response, per_response)
         self._most_prompt_blocks = max(self._most_prompt_blocks, num_prompt_blocks)
