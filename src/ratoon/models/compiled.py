@@ -44,12 +44,17 @@ def set_compile(model: PreTrainedModel, mode: Compile, *, backend: str = "induct
             f"{type(model).__name__} does not mark its layers, which are what is compiled; use compile = 'none' with it"
         )
     if mode == "layers":
-        from torch._dynamo import config  # seconds, for who compiles
-
-        config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
+        return compile_layers(model, backend=backend)
     for layer in layers:
-        if mode == "layers":
-            layer.compile(dynamic=True, backend=backend)
-        else:
-            layer._compiled_call_impl = None
+        layer._compiled_call_impl = None
+    return model
+
+
+def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> PreTrainedModel:
+    """`set_compile` "layers", of a model that marks its layers, with any attention that compilers do not look into."""
+    from torch._dynamo import config  # seconds, for who compiles
+
+    config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
+    for layer in marked_layers(model):
+        layer.compile(dynamic=True, backend=backend)
     return model

@@ -47,6 +47,13 @@ class Ending:
             return FinishReason.BUDGET
         return None
 
+    def is_far(self, new_ids: Sequence[int], num_tokens: int, num_begun: int) -> bool:
+        """Whether none of the new ids, behind which there are `num_tokens`, can be the last, without a look at each."""
+        is_within = num_tokens < self.max_tokens and (
+            self.max_new_tokens is None or num_tokens - num_begun < self.max_new_tokens
+        )
+        return is_within and self.stop.is_empty and self.eos_ids.isdisjoint(new_ids)
+
 
 @dataclass(slots=True, eq=False)
 class SupportBudget:
@@ -132,6 +139,17 @@ class ResponseDraft:
         assert len(self.kept) == num_kept_sets, f"{len(self.token_ids)} tokens were drawn among {len(self.kept)} sets"
         self.finish_reason = self.ending.reason(self.token_ids, self.num_begun)
         return self.finish_reason is not None
+
+    def take_until_end(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> bool:
+        """Append tokens up to the one that ends the response, and forget those behind it; true where it ended."""
+        num_tokens = len(self.token_ids) + len(token_ids)
+        if self.truncation is None and self.ending.is_far(token_ids, num_tokens, self.num_begun):
+            assert self.finish_reason is None, f"a response that ended by {self.finish_reason} was given more tokens"
+            self.token_ids += token_ids
+            self.logprobs += logprobs
+            self.versions += [self.stamp.version] * len(token_ids)
+            return False
+        return any(self.take(token_id, logprob) for token_id, logprob in zip(token_ids, logprobs, strict=True))
 
     def response(self, tokenizer: PreTrainedTokenizerBase) -> Response:
         """The response as it stands; one that has not ended was aborted."""

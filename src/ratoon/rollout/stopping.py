@@ -27,6 +27,11 @@ class StopStrings:
         # The first tokens of a window may be the tail of a character, or lose a leading space.
         self._window_tokens = longest + _MAX_BYTES_PER_CHARACTER
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no text ends a response."""
+        return not self._stop
+
     def ends(self, token_ids: Sequence[int]) -> bool:
         """Whether the text of `token_ids` holds a stop string, given that it did not before the last token."""
         if not self._stop:

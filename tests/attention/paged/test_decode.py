@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.attention.kernel import Scoring
 from ratoon.attention.paged.decode import DeviceReads, decode, max_members, write_keys
-from ratoon.attention.paged.reads import PromptTable, build_reads
+from ratoon.attention.paged.reads import build_reads
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -30,6 +31,12 @@ class Batch:
     @property
     def own_tokens(self) -> list[int]:
         return [R for _, lengths in self.groups for R in lengths]
+
+
+def padded(tables: list[list[int]]) -> NDArray[np.int32]:
+    """One row each; what stands behind a row's end is no block."""
+    width = max(map(len, tables))
+    return np.array([[*table, *[1 << 30] * (width - len(table))] for table in tables], np.int32)
 
 
 def run(
@@ -60,10 +67,9 @@ def run(
 
     B, U = len(batch.own_tokens), len(batch.groups)
     q_BHD, k_new, v_new = draw(B, Hq, D), draw(B, Hkv, D), draw(B, Hkv, E)
-    prompts, expected, row = [], [], 0
+    expected, row = [], 0
     for number, (P, own) in enumerate(batch.groups):
         k_prompt, v_prompt = fill(tables[number], P)
-        prompts.append(PromptTable(blocks=tables[number], num_tokens=P, rows=range(row, row + len(own))))
         for R in own:
             k_own, v_own = fill(tables[U + row], R - 1)
             k = torch.cat([k_prompt, k_own, k_new[row : row + 1]]).repeat_interleave(Hq // Hkv, dim=1)
@@ -78,8 +84,9 @@ def run(
             expected.append(torch.einsum("ht,the->he", probs, v))
             row += 1
     reads = build_reads(
-        prompts, tables[U:], batch.own_tokens, block_tokens=N, split_keys=batch.split_keys,
-        max_members=max_members(Hq // Hkv), room_tokens=batch.room_tokens,
+        np.repeat(np.arange(U), [len(own) for _, own in batch.groups]), padded(tables[:U]),
+        np.array([P for P, _ in batch.groups]), padded(tables[U:]), np.array(batch.own_tokens),
+        block_tokens=N, split_keys=batch.split_keys, max_members=max_members(Hq // Hkv), room_tokens=batch.room_tokens,
     )  # fmt: skip
     on_device = DeviceReads.of(reads, torch.device(device))
     caches = [cache.to(device, dtype) for cache in (k_cache, v_cache)]

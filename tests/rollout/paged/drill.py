@@ -29,6 +29,7 @@ class Drill:
     block_tokens: int = 3
     prefill_tokens: int = 7
     restarts: bool = False
+    steps_together: int = 1
     stamp: PolicyStamp = field(default_factory=PolicyStamp)
     groups: list[GroupDraft] = field(default_factory=list)
     finished: list[GroupDraft] = field(default_factory=list)
@@ -36,7 +37,7 @@ class Drill:
     withdrawn: list[GroupDraft] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.runner = FakeRunner(self.block_tokens, self.prefill_tokens, self.stamp, self.restarts)
+        self.runner = FakeRunner(self.block_tokens, self.prefill_tokens, self.stamp, self.restarts, self.steps_together)
         self.batch = PagedBatch(
             self.runner,
             self.max_concurrent_responses,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.rollout.drafts import PolicyStamp
-from ratoon.rollout.engines.paged.runner import DecodeRows, PrefillPiece
+from ratoon.rollout.engines.paged.runner import DecodeRows, DrawnTokens, Draws, PrefillPiece, draw_in_turn
 
 VOCAB = 29
 UNWRITTEN = -1
@@ -26,8 +26,11 @@ def logits_after(tokens: NDArray[np.int64]) -> NDArray[np.float32]:
 class FakeRunner:
     """A cache of token ids, positions and weights versions in place of keys."""
 
-    def __init__(self, block_tokens: int, prefill_tokens: int, stamp: PolicyStamp, restarts: bool) -> None:
+    def __init__(
+        self, block_tokens: int, prefill_tokens: int, stamp: PolicyStamp, restarts: bool, steps_together: int
+    ) -> None:
         self.block_tokens = block_tokens
+        self.steps_together = steps_together
         self._prefill_tokens = prefill_tokens
         self._stamp = stamp
         self._restarts = restarts
@@ -73,6 +76,12 @@ class FakeRunner:
             self._write(cells_of_row[-1:], np.array([token]), position)
         logits = [logits_after(np.append(tokens, token)) for tokens, token in zip(past, rows.token_B, strict=True)]
         return torch.from_numpy(np.array(logits))
+
+    def draw(self, rows: DecodeRows, draws: Draws, num_steps: int) -> DrawnTokens:
+        return draw_in_turn(self.decode, rows, draws, num_steps)
+
+    def weights_changed(self) -> None:
+        pass
 
     def _break_if_asked(self) -> None:
         if self.is_broken:

@@ -2,6 +2,8 @@
 
 # Shape letters: B rows that decode, U prompts, X blocks of one table row, H query heads, K key heads, D head dim.
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -9,14 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ratoon.rollout.engines.paged.block_attention import (
-    DecodeTables,
-    PieceReads,
-    ScoreRule,
-    decode_attention,
-    prefill_attention,
-)
-from ratoon.rollout.engines.paged.runner import DecodeRows
+from ratoon.attention.kernel import Scoring
+from ratoon.rollout.engines.paged.block_cache import LayerCache
+from ratoon.rollout.engines.paged.gathered_decode import GatheredDecode
+from ratoon.rollout.engines.paged.prefill import Prefill
+from ratoon.rollout.engines.paged.runner import DecodeRows, PrefillPiece
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 40
@@ -53,7 +52,29 @@ def cells(table_X: np.ndarray, num_keys: int, block_tokens: int) -> list[tuple[i
     return [(int(table_X[key // block_tokens]), key % block_tokens) for key in range(num_keys)]
 
 
-def one_query(q_HD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: ScoreRule) -> Tensor:
+@dataclass(frozen=True)
+class Rule:
+    """What a layer does to its scores."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks_H: Tensor | None = None
+
+    @property
+    def scoring(self) -> Scoring:
+        return Scoring(softmax_scale=self.scale, softcap=self.softcap)
+
+
+RULES = [
+    Rule(0.4),
+    Rule(0.3, window=3),
+    Rule(0.4, softcap=1.5),
+    Rule(0.4, window=4, softcap=1.5, sinks_H=torch.linspace(-1, 2, H)),
+]
+
+
+def one_query(q_HD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
     """[H, Dv] float64. The query is at the last key's position."""
     if rule.window is not None:
         k_TKD, v_TKD = k_TKD[-rule.window :], v_TKD[-rule.window :]
@@ -69,54 +90,58 @@ def one_query(q_HD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: ScoreRule) -> Te
     return torch.stack(out)
 
 
-RULES = [
-    ScoreRule(0.4, None, None, None),
-    ScoreRule(0.3, 3, None, None),
-    ScoreRule(0.4, None, 1.5, None),
-    ScoreRule(0.4, 4, 1.5, torch.linspace(-1, 2, H)),
-]
-
-
 @pytest.mark.parametrize("rule", RULES)
 @given(seed=st.integers(0, 2**32 - 1), block_tokens=st.integers(1, 4))
 @settings(max_examples=20, deadline=None)
-def test_decode_is_one_softmax_over_prompt_and_own_keys(rule: ScoreRule, seed: int, block_tokens: int):
-    rng = np.random.default_rng(seed)
-    rows = make_rows(rng, block_tokens)
+def test_decode_is_one_softmax_over_prompt_and_own_keys(rule: Rule, seed: int, block_tokens: int):
+    rows = make_rows(np.random.default_rng(seed), block_tokens)
     generator = torch.Generator().manual_seed(seed)
     q_BHD = torch.randn(rows.token_B.size, H, D, generator=generator)
-    k_cache = torch.randn(NUM_BLOCKS, K, block_tokens, D, generator=generator)
-    v_cache = torch.randn(NUM_BLOCKS, K, block_tokens, DV, generator=generator)
-    out_BHD = decode_attention(q_BHD, k_cache, v_cache, DecodeTables.of(rows, CPU), rule)
+    layer = LayerCache(*(torch.randn(NUM_BLOCKS, K, block_tokens, width, generator=generator) for width in (D, DV)))
+    k_BKD, v_BKD = (torch.randn(rows.token_B.size, K, width, generator=generator) for width in (D, DV))
+    attention = GatheredDecode(rows, block_tokens, CPU)
+    out_BHD = attention.attend(layer, q_BHD, k_BKD, v_BKD, rule.sinks_H, rule.scoring, rule.window)
     for row, prompt in enumerate(rows.prompt_of_B.tolist()):
         read = cells(rows.prompt_table_UX[prompt], int(rows.num_prompt_keys_U[prompt]), block_tokens)
         read += cells(rows.own_table_BX[row], int(rows.num_own_keys_B[row]), block_tokens)
         assert rows.position_B[row] == len(read) - 1
         block, offset = torch.tensor(read).T
-        expected_HD = one_query(q_BHD[row], k_cache[block, :, offset], v_cache[block, :, offset], rule)
+        k_TKD, v_TKD = layer.k_cache[block, :, offset], layer.v_cache[block, :, offset]
+        assert torch.equal(k_TKD[-1], k_BKD[row]) and torch.equal(v_TKD[-1], v_BKD[row])
+        expected_HD = one_query(q_BHD[row], k_TKD, v_TKD, rule)
         torch.testing.assert_close(out_BHD[row].double(), expected_HD, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("rule", RULES)
-@given(seed=st.integers(0, 2**32 - 1))
+@given(seed=st.integers(0, 2**32 - 1), block_tokens=st.integers(1, 4))
 @settings(max_examples=20, deadline=None)
-def test_each_row_of_a_piece_reads_the_keys_up_to_its_own(rule: ScoreRule, seed: int):
+def test_each_row_of_a_piece_reads_the_keys_up_to_its_own(rule: Rule, seed: int, block_tokens: int):
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
-    k_cache, v_cache = (torch.randn(NUM_BLOCKS, K, 3, width, generator=generator) for width in (D, DV))
-    pieces: list[PieceReads] = []
-    for _ in range(int(rng.integers(1, 4))):
-        num_keys = int(rng.integers(1, 12))
-        first = pieces[-1].end_row if pieces else 0
-        end = first + int(rng.integers(1, num_keys + 1))
-        cell_T = torch.from_numpy(rng.permutation(NUM_BLOCKS * 3)[:num_keys])
-        pieces.append(PieceReads(first, end, cell_T // 3, cell_T % 3))
-    q_RHD = torch.randn(pieces[-1].end_row, H, D, generator=generator)
-    out_RHD = prefill_attention(q_RHD, k_cache, v_cache, pieces, rule)
-    for piece in pieces:
-        k_TKD, v_TKD = (cache[piece.block_T, :, piece.offset_T] for cache in (k_cache, v_cache))
-        num_past = len(piece.block_T) - (piece.end_row - piece.first_row)
-        for row in range(piece.first_row, piece.end_row):
-            end = num_past + row - piece.first_row + 1
-            expected_HD = one_query(q_RHD[row], k_TKD[:end], v_TKD[:end], rule)
+    layer = LayerCache(*(torch.randn(NUM_BLOCKS, K, block_tokens, width, generator=generator) for width in (D, DV)))
+    numbers = iter(rng.permutation(NUM_BLOCKS).tolist())
+    pieces = []
+    for number in range(int(rng.integers(1, 5))):
+        num_prompt, num_own = int(rng.integers(1, 8)), int(rng.choice([0, 0, 3, 5]))
+        num_new = int(rng.integers(1, (num_own or num_prompt) + 1))
+        prompt_blocks, own_blocks = (
+            [next(numbers) for _ in range(-(-num_keys // block_tokens))] for num_keys in (num_prompt, num_own)
+        )
+        pieces.append(PrefillPiece(np.full(num_new, number), prompt_blocks, num_prompt, own_blocks, num_own))
+    prefill = Prefill(pieces, block_tokens, CPU)
+    R = prefill.token_ids_R.size
+    q_RHD = torch.randn(R, H, D, generator=generator)
+    k_RKD, v_RKD = (torch.randn(R, K, width, generator=generator) for width in (D, DV))
+    out_RHD = prefill.attend(layer, q_RHD, k_RKD, v_RKD, rule.sinks_H, rule.scoring, rule.window)
+    for number, piece in enumerate(pieces):
+        (rows,) = np.nonzero(prefill.token_ids_R == number)
+        assert prefill.last_row_of(piece) == rows[-1]
+        read = cells(np.array(piece.prompt_blocks), piece.num_prompt_keys, block_tokens)
+        read += cells(np.array(piece.own_blocks), piece.num_own_keys, block_tokens)
+        block, offset = torch.tensor(read).T
+        k_TKD, v_TKD = layer.k_cache[block, :, offset], layer.v_cache[block, :, offset]
+        assert torch.equal(k_TKD[-rows.size :], k_RKD[rows])
+        assert prefill.positions_R[rows].tolist() == list(range(len(read) - rows.size, len(read)))
+        for row, position in zip(rows.tolist(), prefill.positions_R[rows].tolist(), strict=True):
+            expected_HD = one_query(q_RHD[row], k_TKD[: position + 1], v_TKD[: position + 1], rule)
             torch.testing.assert_close(out_RHD[row].double(), expected_HD, rtol=0, atol=2e-6)

@@ -29,6 +29,7 @@ CASES = {
     # Beyond the blocks that the largest response needs by itself; None: a cache that grows.
     "spare_blocks": st.none() | st.integers(0, 12),
     "restarts": st.booleans(),
+    "steps_together": st.integers(1, 5),
     "schedule": schedules(),
 }
 
@@ -54,10 +55,11 @@ def run_schedule(
     prefill_tokens: int,
     spare_blocks: int | None,
     restarts: bool,
+    steps_together: int,
     schedule: list[tuple[str, list[int]]],
 ) -> None:
     added = [numbers for name, numbers in schedule if name == "add"]
-    least = max(-(-P // block_tokens) + -(-(R - 1) // block_tokens) for P, _, R, _ in added)
+    least = max(-(-P // block_tokens) + -(-(R + steps_together - 2) // block_tokens) for P, _, R, _ in added)
     drill = Drill(
         tokenizer,
         max_concurrent_responses,
@@ -65,6 +67,7 @@ def run_schedule(
         block_tokens,
         prefill_tokens,
         restarts,
+        steps_together,
     )
     for name, numbers in schedule:
         if name == "add":

@@ -6,15 +6,13 @@
 # Shape letters: B responses, H heads (Hq query, Hkv key and value), D head dim, E value head dim, F blocks of
 # the cache, N keys of a block.
 
-from dataclasses import dataclass
-
+import numpy as np
 import torch
 from torch import Tensor
 
 from ratoon.attention.kernel import Scoring
 from ratoon.attention.paged.kernels import join_kernel, walk_kernel, write_kernel
-from ratoon.attention.paged.reads import PagedReads
-from ratoon.attention.transfer import to_device
+from ratoon.attention.paged.reads import ITEM_FIELDS, PagedReads, ReadSizes
 from ratoon.attention.triton.descriptors import padded_head_dim
 
 SPLIT_KEYS = 512
@@ -27,56 +25,67 @@ OWN_ROWS = 16
 WALK_WARPS = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceReads:
-    """`PagedReads` in tensors that stay where they are, so that a CUDA graph may hold them; one size for all batches of
-    up to so many rows, items and slots."""
+    """`PagedReads` in tensors that stay where they are, so that a CUDA graph may hold them."""
 
-    block_tokens: int
-    split_keys: int
-    num_slots: int
-    num_prompts: int
-    """Most prompts: where the responses' lengths begin."""
-
-    blocks: Tensor
-    members: Tensor
-    shared: Tensor
-    num_shared: Tensor
-    own: Tensor
-    num_own: Tensor
-    lengths: Tensor
-    own_table: Tensor
-    prompt_tokens: Tensor
-    num_slots_of: Tensor
-
-    @property
-    def own_lengths(self) -> Tensor:
-        """[B] int32 view of `lengths`; add 1 for each token that is taken."""
-        return self.lengths[self.num_prompts :]
+    def __init__(self, room: ReadSizes, block_tokens: int, split_keys: int, device: torch.device) -> None:
+        """For all batches of up to so many rows, items and slots."""
+        self.room = room
+        self.block_tokens = block_tokens
+        self.split_keys = split_keys
+        is_cuda = device.type == "cuda"
+        lengths = (1, 1, 1, room.prompts, room.rows, room.rows, room.rows, room.rows)
+        sizes = (*lengths, room.shared_items * len(ITEM_FIELDS), room.own_items * len(ITEM_FIELDS), room.blocks)
+        # One copy for all. The host's half is page-locked, so that it does not wait for what is queued.
+        self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=is_cuda)
+        self._device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._parts = tuple(part.numpy() for part in self._host.split(sizes))
+        (
+            self.zero,
+            self.num_shared,
+            self.num_own,
+            self.prompt_lengths,
+            self.own_lengths,
+            self.own_table,
+            self.first_position,
+            self.num_slots_of,
+            self.shared,
+            self.own,
+            self.blocks,
+        ) = self._device.split(sizes)
 
     @classmethod
     def of(cls, reads: PagedReads, device: torch.device) -> "DeviceReads":
         """Tensors of just these reads."""
+        found = cls(reads.sizes, reads.block_tokens, reads.split_keys, device)
+        found.load(reads)
+        return found
 
-        def scalar(value: int) -> Tensor:
-            return torch.full((1,), value, dtype=torch.int32, device=device)
+    def clear(self) -> None:
+        """No reads: every response is padding."""
+        self._device.zero_()
 
-        return cls(
-            block_tokens=reads.block_tokens,
-            split_keys=reads.split_keys,
-            num_slots=max(reads.max_slots, 1),
-            num_prompts=reads.num_prompts,
-            blocks=to_device(reads.blocks_F, device),
-            members=to_device(reads.members_X, device),
-            shared=to_device(reads.shared_I, device),
-            num_shared=scalar(len(reads.shared_I)),
-            own=to_device(reads.own_I, device),
-            num_own=scalar(len(reads.own_I)),
-            lengths=to_device(reads.lengths, device),
-            own_table=to_device(reads.own_table_B, device),
-            prompt_tokens=to_device(reads.prompt_tokens_B, device),
-            num_slots_of=to_device(reads.num_slots_B, device),
+    def load(self, reads: PagedReads) -> None:
+        """What the device held before is overwritten in the order of its stream, and responses beyond these become
+        padding. The copy of an earlier call must have run."""
+        assert reads.sizes.fit_in(self.room), f"reads of {reads.sizes} do not fit {self.room}"
+        values = (
+            np.zeros(1),
+            np.array([len(reads.shared_I)]),
+            np.array([len(reads.own_I)]),
+            reads.prompt_tokens_U,
+            reads.own_tokens_B,
+            reads.own_table_B,
+            reads.first_position_B,
+            reads.num_slots_B,
+            reads.shared_I.ravel(),
+            reads.own_I.ravel(),
+            reads.blocks_F,
         )
+        for part, value in zip(self._parts, values, strict=True):
+            part[: value.size] = value
+            part[value.size :] = 0
+        self._device.copy_(self._host, non_blocking=True)
 
 
 def write_keys(k_BHD: Tensor, v_BHE: Tensor, k_cache_FHND: Tensor, v_cache_FHNE: Tensor, reads: DeviceReads) -> None:
@@ -109,21 +118,20 @@ def decode(
     B, Hq, D = q_BHD.shape
     Hkv, E = v_cache_FHNE.shape[1], v_cache_FHNE.shape[3]
     group = Hq // Hkv
-    part_out = q_BHD.new_empty(B, Hq, reads.num_slots, E, dtype=torch.float32)
-    part_lse = q_BHD.new_empty(B, Hq, reads.num_slots, dtype=torch.float32)
+    num_slots = reads.room.slots
+    part_out = q_BHD.new_empty(B, Hq, num_slots, E, dtype=torch.float32)
+    part_lse = q_BHD.new_empty(B, Hq, num_slots, dtype=torch.float32)
     upcast = q_BHD.device.type == "cpu" and q_BHD.dtype == torch.bfloat16
-    for items, num_items, rows in (
-        (reads.shared, reads.num_shared, max(SHARED_ROWS, _rows(group))),
-        (reads.own, reads.num_own, max(OWN_ROWS, _rows(group))),
+    for items, num_items, lengths, first_positions, max_items, rows in (
+        (reads.shared, reads.num_shared, reads.prompt_lengths, reads.zero, reads.room.shared_items, SHARED_ROWS),
+        (reads.own, reads.num_own, reads.own_lengths, reads.first_position, reads.room.own_items, OWN_ROWS),
     ):
-        walk_kernel[(min(num_programs, max(items.shape[0], 1)), Hkv)](
+        programs, rows = min(num_programs, max_items), max(rows, _rows(group))
+        walk_kernel[(programs, Hkv)](
             q_BHD, k_cache_FHND, v_cache_FHNE, part_out, part_lse,
-            items, num_items, reads.members, reads.blocks, reads.lengths,
-            # An own item's first position stands in the first half, a prompt's, 0, behind it.
-            reads.prompt_tokens, reads.own_lengths, reads.prompt_tokens,
-            q_BHD.stride(0), q_BHD.stride(1), scoring.softmax_scale, scoring.softcap or 1.0, window or 0,
-            min(num_programs, max(items.shape[0], 1)),
-            D=D, E=E, NUM_KV_HEADS=Hkv, GROUP=group, NUM_SLOTS=reads.num_slots, BLOCK_TOKENS=reads.block_tokens,
+            items, num_items, reads.blocks, lengths, first_positions, reads.own_lengths, reads.first_position,
+            q_BHD.stride(0), q_BHD.stride(1), scoring.softmax_scale, scoring.softcap or 1.0, window or 0, programs,
+            D=D, E=E, NUM_KV_HEADS=Hkv, GROUP=group, NUM_SLOTS=num_slots, BLOCK_TOKENS=reads.block_tokens,
             SPLIT_KEYS=reads.split_keys, BLOCK_M=rows, BLOCK_D=padded_head_dim(D), BLOCK_E=padded_head_dim(E),
             HAS_SOFTCAP=scoring.softcap is not None, HAS_WINDOW=window is not None, UPCAST=upcast,
             num_warps=WALK_WARPS,
@@ -131,7 +139,7 @@ def decode(
     out_BHE = q_BHD.new_empty(B, Hq, E)
     join_kernel[(B, Hq)](
         part_out, part_lse, sinks_H, out_BHE, reads.num_slots_of, out_BHE.stride(0), out_BHE.stride(1),
-        E=E, NUM_HEADS=Hq, NUM_SLOTS=reads.num_slots, BLOCK_S=_power_of_two(reads.num_slots),
+        E=E, NUM_HEADS=Hq, NUM_SLOTS=num_slots, BLOCK_S=_power_of_two(num_slots),
         BLOCK_E=padded_head_dim(E), HAS_SINKS=sinks_H is not None, num_warps=1,
     )  # fmt: skip
     return out_BHE

@@ -33,7 +33,7 @@ def write_kernel(
 @triton.jit
 def walk_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, part_out_ptr, part_lse_ptr,
-    items_ptr, num_items_ptr, members_ptr, blocks_ptr, lengths_ptr, first_positions_ptr, own_lengths_ptr,
+    items_ptr, num_items_ptr, blocks_ptr, lengths_ptr, first_positions_ptr, own_lengths_ptr,
     prompt_tokens_ptr, stride_qb, stride_qh, softmax_scale, softcap, window, num_programs,
     D: tl.constexpr, E: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, SPLIT_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -53,7 +53,7 @@ def walk_kernel(
         first_position = tl.load(first_positions_ptr + tl.load(fields + 5))
         slot = tl.load(fields + 6)
         is_row = offs_m < num_members * GROUP
-        row = tl.load(members_ptr + first_member + offs_m // GROUP, mask=is_row, other=0)  # [M]
+        row = tl.where(is_row, first_member + offs_m // GROUP, 0)  # [M]
         # The position of the new token, which reads.
         position = tl.load(prompt_tokens_ptr + row) + tl.load(own_lengths_ptr + row) - 1
         q_ptrs = q_ptr + row.to(tl.int64)[:, None] * stride_qb + head[:, None] * stride_qh + offs_d[None, :]

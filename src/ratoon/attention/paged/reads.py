@@ -4,121 +4,148 @@ A response reads its prompt, in blocks that its siblings read too, and its own t
 keys from their first, whatever else is in the batch, so that a response's sums do not depend on its company.
 """
 
-# Shape letters: B responses, U prompts, I items, F block numbers of all tables, X members of all items.
+# Shape letters: B responses, U prompts, X blocks of one table row, I items, F block numbers of all tables.
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 ITEM_FIELDS = ("first_member", "num_members", "table", "first_key", "length", "first_position", "slot")
-"""Columns of an item: members are numbers of responses, `members[first_member:][:num_members]`; block numbers of its
-keys are `blocks[table:]`; its keys end with the split or with `lengths[length]`; the key at 0 of its table has the
-position `positions[first_position]`; its sums go to `slot` of each member."""
+"""Columns of an item: members are responses `first_member` and its neighbours; block numbers of its keys are
+`blocks[table:]`; its keys end with the split or with `lengths[length]`; the key at 0 of its table has the position
+`first_positions[first_position]`; its sums go to `slot` of each member."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptTable:
-    """A prompt in the cache, and the responses of the batch that read it."""
+class ReadSizes:
+    """How much a batch's reads hold, or a device's buffers have room for."""
 
-    blocks: Sequence[int]
-    num_tokens: int
-    rows: Sequence[int]
-    """Of the batch."""
+    rows: int
+    prompts: int
+    blocks: int
+    shared_items: int
+    own_items: int
+    slots: int
+
+    def fit_in(self, room: "ReadSizes") -> bool:
+        return self == self.joined(room, min)
+
+    def grown(self, sizes: "ReadSizes") -> "ReadSizes":
+        """Room for both, in powers of two where it was not enough: who builds on sizes builds rarely."""
+        return self.joined(sizes, lambda room, wanted: room if wanted <= room else 1 << (wanted - 1).bit_length())
+
+    def joined(self, other: "ReadSizes", join: Callable[[int, int], int]) -> "ReadSizes":
+        return ReadSizes(**{name: join(getattr(self, name), getattr(other, name)) for name in self.__slots__})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PagedReads:
-    """int32 arrays on the host; what changes from token to token (`lengths`) is advanced on the device."""
+    """int32 arrays on the host; what changes from token to token (`own_tokens_B`) is advanced on the device."""
 
     block_tokens: int
     split_keys: int
 
     blocks_F: NDArray[np.int32]
-    members_X: NDArray[np.int32]
+
     shared_I: NDArray[np.int32]
-    """[I, 7]: items of prompts."""
+    """[I, 7]: items of prompts. `length` counts prompts, `first_position` is 0: a prompt begins at position 0."""
 
     own_I: NDArray[np.int32]
-    """[I, 7]: items of own tokens, one member each."""
+    """[I, 7]: items of own tokens, one member each. `length` and `first_position` count responses."""
 
-    lengths: NDArray[np.int32]
-    """[U + B]: tokens of each prompt; then of each response, the new one included. The latter grow."""
+    prompt_tokens_U: NDArray[np.int32]
+
+    own_tokens_B: NDArray[np.int32]
+    """The new one included."""
 
     own_table_B: NDArray[np.int32]
     """[B] where a response's own blocks begin in `blocks`."""
 
-    prompt_tokens_B: NDArray[np.int32]
-    """[B] the position of each response's first own token; behind it [B] 0 for prompts' items."""
+    first_position_B: NDArray[np.int32]
+    """[B] the position of each response's first own token."""
 
     num_slots_B: NDArray[np.int32]
 
     @property
-    def num_prompts(self) -> int:
-        return self.lengths.size - self.own_table_B.size
-
-    @property
-    def max_slots(self) -> int:
-        return int(self.num_slots_B.max(initial=0))
+    def sizes(self) -> ReadSizes:
+        return ReadSizes(
+            rows=self.own_tokens_B.size,
+            prompts=self.prompt_tokens_U.size,
+            blocks=self.blocks_F.size,
+            shared_items=len(self.shared_I),
+            own_items=len(self.own_I),
+            slots=int(self.num_slots_B.max(initial=1)),
+        )
 
 
 def build_reads(
-    prompts: Sequence[PromptTable],
-    own_blocks: Sequence[Sequence[int]],
-    own_tokens: Sequence[int],
+    prompt_of_B: NDArray[np.int32],
+    prompt_table_UX: NDArray[np.int32],
+    prompt_tokens_U: NDArray[np.int32],
+    own_table_BX: NDArray[np.int32],
+    own_tokens_B: NDArray[np.int32],
     *,
     block_tokens: int,
     split_keys: int,
     max_members: int,
     room_tokens: int = 0,
 ) -> PagedReads:
-    """own_blocks, own_tokens: of each of B responses, the new token included.
+    """prompt_of_B: not falling, each prompt has a response. Tables: blocks in order; any number behind the last.
 
-    max_members: of one item; more siblings take several. room_tokens: by how many tokens responses may grow before
-    this is built anew; their blocks must be in `own_blocks`.
+    own_tokens_B: of each response, the new token included. max_members: of one item; more siblings take several.
+    room_tokens: by how many tokens responses may grow before this is built anew; the tables have their blocks.
     """
     assert split_keys % block_tokens == 0, f"splits of {split_keys} keys are not whole blocks of {block_tokens}"
-    num_rows, num_prompts = len(own_blocks), len(prompts)
-    prompt_of_B = np.full(num_rows, -1, np.int32)
-    blocks: list[int] = []
-    members: list[int] = []
-    shared: list[tuple[int, ...]] = []
-    own: list[tuple[int, ...]] = []
-    num_slots_B = np.zeros(num_rows, np.int32)
-    prompt_tokens_B = np.zeros(2 * num_rows, np.int32)
-    for number, prompt in enumerate(prompts):
-        assert prompt.num_tokens <= len(prompt.blocks) * block_tokens, "a prompt is longer than its blocks"
-        table, rows = len(blocks), list(prompt.rows)
-        blocks += prompt.blocks
-        prompt_of_B[rows] = number
-        prompt_tokens_B[rows] = prompt.num_tokens
-        num_slots_B[rows] = -(-prompt.num_tokens // split_keys)
-        for first in range(0, len(rows), max_members):
-            chosen = rows[first : first + max_members]
-            for slot, first_key in enumerate(range(0, prompt.num_tokens, split_keys)):
-                shared.append((len(members), len(chosen), table, first_key, number, num_rows, slot))
-            members += chosen
-    assert (prompt_of_B >= 0).all(), "a response of the batch has no prompt"
-    own_table_B = np.zeros(num_rows, np.int32)
-    for row, (numbers, num_tokens) in enumerate(zip(own_blocks, own_tokens, strict=True)):
-        most = num_tokens + room_tokens
-        assert num_tokens >= 1 and most <= len(numbers) * block_tokens, f"response {row} is longer than its blocks"
-        own_table_B[row] = len(blocks)
-        for first_key in range(0, most, split_keys):
-            own.append((len(members), 1, len(blocks), first_key, num_prompts + row, row, int(num_slots_B[row])))
-            num_slots_B[row] += 1
-        blocks += numbers
-        members.append(row)
+    (num_prompts, prompt_width), (num_rows, own_width) = prompt_table_UX.shape, own_table_BX.shape
+    most_B = own_tokens_B + room_tokens
+    assert prompt_tokens_U.max(initial=0) <= prompt_width * block_tokens, "a prompt is longer than its blocks"
+    assert most_B.max(initial=0) <= own_width * block_tokens, "a response is longer than its blocks"
+    members_U = np.bincount(prompt_of_B, minlength=num_prompts)
+    assert (members_U > 0).all() and (np.diff(prompt_of_B) >= 0).all(), "responses do not stand in their prompts' order"
+    first_member_U = np.cumsum(members_U) - members_U
+    splits_U = -(-prompt_tokens_U // split_keys)
+    prompt_I, index_I = _repeated(splits_U * -(-members_U // max_members))
+    chunk_I, split_I = np.divmod(index_I, splits_U[prompt_I])
+    before_I = chunk_I * max_members
+    shared = (
+        first_member_U[prompt_I] + before_I,
+        np.minimum(members_U[prompt_I] - before_I, max_members),
+        prompt_I * prompt_width,
+        split_I * split_keys,
+        prompt_I,
+        np.zeros_like(prompt_I),
+        split_I,
+    )
+    splits_B = -(-most_B // split_keys)
+    own_table_B = prompt_table_UX.size + np.arange(num_rows) * own_width
+    row_I, split_I = _repeated(splits_B)
+    own = (
+        row_I,
+        np.ones_like(row_I),
+        own_table_B[row_I],
+        split_I * split_keys,
+        row_I,
+        row_I,
+        splits_U[prompt_of_B[row_I]] + split_I,
+    )
     return PagedReads(
         block_tokens=block_tokens,
         split_keys=split_keys,
-        blocks_F=np.asarray(blocks, np.int32),
-        members_X=np.asarray(members, np.int32),
-        shared_I=np.asarray(shared, np.int32).reshape(-1, len(ITEM_FIELDS)),
-        own_I=np.asarray(own, np.int32).reshape(-1, len(ITEM_FIELDS)),
-        lengths=np.asarray([*(prompt.num_tokens for prompt in prompts), *own_tokens], np.int32),
-        own_table_B=own_table_B,
-        prompt_tokens_B=prompt_tokens_B,
-        num_slots_B=num_slots_B,
+        blocks_F=np.concatenate([prompt_table_UX.ravel(), own_table_BX.ravel()]),
+        shared_I=np.stack(shared, axis=1).astype(np.int32),
+        own_I=np.stack(own, axis=1).astype(np.int32),
+        prompt_tokens_U=prompt_tokens_U,
+        own_tokens_B=own_tokens_B,
+        own_table_B=own_table_B.astype(np.int32),
+        first_position_B=prompt_tokens_U[prompt_of_B],
+        num_slots_B=(splits_U[prompt_of_B] + splits_B).astype(np.int32),
     )
+
+
+def _repeated(counts: NDArray[np.integer[Any]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Each index as often as its count says, and which of these times it is."""
+    owner = np.repeat(np.arange(counts.size), counts)
+    return owner, np.arange(owner.size) - np.repeat(np.cumsum(counts) - counts, counts)

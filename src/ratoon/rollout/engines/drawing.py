@@ -21,12 +21,17 @@ def draw_tokens(drafts: Sequence[ResponseDraft], logits_BV: Tensor) -> tuple[Ten
     yet. Raises RolloutError where logits are not finite, UserError where what a token was drawn among does not fit.
     """
     token_B, logprob_B = _draw(drafts, logits_BV)
-    if not bool(torch.isfinite(logprob_B).all()):
+    check_finite(bool(torch.isfinite(logprob_B).all()))
+    return token_B, logprob_B
+
+
+def check_finite(are_finite: bool) -> None:
+    """Raises RolloutError where the log-probs of drawn tokens are not."""
+    if not are_finite:
         raise RolloutError(
             "the model's logits are not finite, so no token can be drawn; the weights hold NaN or infinity, "
             "or overflow in this dtype: look at the gradient norm of the last steps"
         )
-    return token_B, logprob_B
 
 
 def _draw(drafts: Sequence[ResponseDraft], logits_BV: Tensor) -> tuple[Tensor, Tensor]:

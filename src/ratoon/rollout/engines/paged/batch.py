@@ -1,7 +1,7 @@
 """Continuous batching of single responses: who has a slot, what each pass computes, and who is done.
 
-A step is at most one prefill pass and one decode pass, so newcomers never keep running responses waiting for longer
-than one pass of `prefill_tokens`. Everything here runs on the engine's one thread.
+A step is at most one prefill pass and the decode passes of one call, so newcomers never keep running responses waiting
+for longer than one pass of `prefill_tokens`. Everything here runs on the engine's one thread.
 """
 
 # Shape letters: P prompt tokens, B responses of one pass, U prompts, V vocabulary.
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.rollout.drafts import GroupDraft
-from ratoon.rollout.engines.drawing import draw_tokens
+from ratoon.rollout.engines.drawing import check_finite, draw_tokens
 from ratoon.rollout.engines.paged.holdings import Holdings
 from ratoon.rollout.engines.paged.requests import Family, Request
-from ratoon.rollout.engines.paged.runner import PrefillPiece, Runner
+from ratoon.rollout.engines.paged.runner import DrawnTokens, Draws, PrefillPiece, Runner
 from ratoon.rollout.engines.paged.tables import SlotTables
 from ratoon.rollout.engines.stepping import StepReport, failure
 from ratoon.types import UserError
@@ -55,7 +55,7 @@ class PagedBatch:
         self._restarts = restarts
         self._block_tokens = runner.block_tokens
         self._prefill_tokens = prefill_tokens
-        self._holdings = Holdings(runner.block_tokens)
+        self._holdings = Holdings(runner.block_tokens, spare_tokens=runner.steps_together - 1)
         self._tables = SlotTables(max_concurrent_responses, runner.block_tokens)
         self._families: dict[int, Family] = {}
         self._waiting: deque[Request] = deque()
@@ -110,7 +110,7 @@ class PagedBatch:
         self._most_prompt_blocks = max(self._most_prompt_blocks, num_prompt_blocks)
 
     def step(self) -> StepReport:
-        """A prefill pass where responses enter, and a decode pass; see `Batch.step`."""
+        """A prefill pass where responses enter, and decode passes; see `Batch.step`."""
         try:
             self._admit()
             if not self._seated:
@@ -137,6 +137,7 @@ class PagedBatch:
 
     def weights_changed(self) -> None:
         """What has begun goes on from the keys it has, unless the batch restarts; whatever has not, begins anew."""
+        self._runner.weights_changed()
         leaving = list(self._seated if self._restarts else self._entering)
         self._holdings.forget_prompts()
         self._preempt(leaving)
@@ -257,39 +258,55 @@ class PagedBatch:
         gone = {id(request) for request in ready}
         starting = [request for request in ready if not request.draft.token_ids]
         if starting:
-            logits_BV = torch.stack([_first_logits(request) for request in starting])
-            self._take(starting, *_draw(starting, logits_BV))
+            token_B, logprob_B = _draw(starting, torch.stack([_first_logits(request) for request in starting]))
+            self._take(starting, DrawnTokens(token_B[None], logprob_B[None]))
         self._entering = [request for request in self._entering if id(request) not in gone]
         for request in ready:
             if request.draft.finish_reason is None:
                 self._tables.begin_decoding(request)
 
     def _decode(self) -> None:
-        for request in self._tables.short_of_blocks():
-            self._grow(request)
-        decoding = self._tables.decoding()
+        num_steps = self._num_steps()
+        for request in self._tables.short_of_blocks(num_steps):
+            self._grow(request, num_steps)
+        decoding = self._tables.decoding(num_steps)
         if decoding is None:
             return
         requests, rows = decoding
-        token_B, logprob_B = _draw(requests, self._runner.decode(rows))
-        self._tables.advance(requests, token_B)
-        self._take(requests, token_B, logprob_B)
+        if any(request.draft.truncation is not None for request in requests):
+            token_B, logprob_B = _draw(requests, self._runner.decode(rows))
+            drawn = DrawnTokens(token_B[None], logprob_B[None])
+        else:
+            drawn = self._runner.draw(rows, _draws_of(requests), num_steps)
+            check_finite(bool(np.isfinite(drawn.logprob_SB).all()))
+        self._tables.advance(requests, drawn.token_SB[-1], num_steps)
+        self._take(requests, drawn)
 
-    def _grow(self, request: Request) -> None:
-        """Give a request its next block, at the cost of the youngest, which may be itself."""
+    def _num_steps(self) -> int:
+        """How many tokens each response draws at once. What its last ones are when it has ended is lost."""
+        if any(request.draft.truncation is not None for request in self._seated):
+            return 1  # the host draws them
+        budgets = (request.family.group.max_response_tokens - len(request.draft.token_ids) for request in self._seated)
+        return max(1, min(self._runner.steps_together, max(budgets, default=1)))
+
+    def _grow(self, request: Request, num_steps: int) -> None:
+        """Give a request blocks for its next tokens, at the cost of the youngest, which may be itself."""
+        wanted = self._holdings.blocks_for(len(request.draft.token_ids) + num_steps - 1)
         # An older one may have taken its slot meanwhile.
-        while request.prompt is not None and not self._holdings.grow(request):
-            assert len(self._seated) > 1, "the only response in the batch ran out of blocks"
-            self._preempt([max(self._seated, key=lambda seated: seated.order)])
+        while request.prompt is not None and len(request.own_blocks) < wanted:
+            if not self._holdings.grow(request):
+                assert len(self._seated) > 1, "the only response in the batch ran out of blocks"
+                self._preempt([max(self._seated, key=lambda seated: seated.order)])
         if request.prompt is not None:
-            self._tables.add_block(request)
+            self._tables.own_blocks_grew(request)
 
-    def _take(self, requests: list[Request], token_B: NDArray[np.int64], logprob_B: NDArray[np.float32]) -> None:
+    def _take(self, requests: list[Request], drawn: DrawnTokens) -> None:
         ended: list[Request] = []
-        for request, token, logprob in zip(requests, token_B.tolist(), logprob_B.tolist(), strict=True):
+        tokens, logprobs = drawn.token_SB.T.tolist(), drawn.logprob_SB.T.tolist()
+        for request, token_S, logprob_S in zip(requests, tokens, logprobs, strict=True):
             if not request.draft.token_ids:
                 _note_start(request.family)
-            if request.draft.take(token, logprob):
+            if request.draft.take_until_end(token_S, logprob_S):
                 ended.append(request)
         for request in ended:
             self._unseat(request)
@@ -302,6 +319,15 @@ class PagedBatch:
 def _draw(requests: Sequence[Request], logits_BV: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     token_B, logprob_B = draw_tokens([request.draft for request in requests], logits_BV)
     return token_B.cpu().numpy(), logprob_B.cpu().numpy()
+
+
+def _draws_of(requests: Sequence[Request]) -> Draws:
+    drafts = [request.draft for request in requests]
+    return Draws(
+        key_B=np.array([draft.key for draft in drafts], np.uint64),
+        num_drawn_B=np.array([len(draft.token_ids) for draft in drafts], np.int64),
+        temperature_B=np.array([draft.temperature for draft in drafts], np.float64),
+    )
 
 
 def _next_piece(request: Request, max_tokens: int) -> PrefillPiece | None:

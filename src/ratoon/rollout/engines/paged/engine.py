@@ -1,4 +1,4 @@
-"""The in-process engine over a paged cache of our own."""
+"""The in-process engine over a paged cache of our own: by our kernels on a GPU, in torch's operations elsewhere."""
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -6,12 +6,13 @@ from ratoon.rollout.config import RolloutConfig
 from ratoon.rollout.engines.in_process import InProcessEngine
 from ratoon.rollout.engines.paged.batch import PagedBatch
 from ratoon.rollout.engines.paged.block_attention import BLOCK_ATTENTION
+from ratoon.rollout.engines.paged.runner import Runner
 from ratoon.rollout.engines.paged.torch_runner import TorchRunner
 from ratoon.rollout.engines.shared_weights import twin_of
 
 
 class PagedEngine(InProcessEngine[PagedBatch]):
-    """A `RolloutEngine` in this process that batches single responses."""
+    """A `RolloutEngine` in this process that batches single responses. On a GPU the model is attached."""
 
     def __init__(
         self,
@@ -23,5 +24,21 @@ class PagedEngine(InProcessEngine[PagedBatch]):
     ) -> None:
         """restarts: new weights compute the keys of responses in flight again, rather than go on from old ones."""
         twin = twin_of(model, BLOCK_ATTENTION)
-        batch = PagedBatch(TorchRunner(twin), config.max_concurrent_responses, config.cache_tokens, restarts=restarts)
+        runner = (
+            KernelRunner(twin, config.max_concurrent_responses) if model.device.type == "cuda" else TorchRunner(twin)
+        )
+        batch = PagedBatch(
+            _runner_of(twin, config.max_concurrent_responses),
+            config.max_concurrent_responses,
+            config.cache_tokens,
+            restarts=restarts,
+        )
         super().__init__(config, model, tokenizer, twin, batch)
+
+
+def _runner_of(twin: PreTrainedModel, max_rows: int) -> Runner:
+    if twin.device.type != "cuda":
+        return TorchRunner(twin)
+    from ratoon.rollout.engines.paged.kernel_runner import KernelRunner  # brings Triton
+
+    return KernelRunner(twin, max_rows)

@@ -9,8 +9,10 @@ from ratoon.rollout.engines.paged.requests import Family, Request, SharedPrompt
 class Holdings:
     """A prompt is kept while a response of its group reads it or waits; one that none reads gives way to others."""
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, *, spare_tokens: int) -> None:
+        """spare_tokens: that a response may draw behind its last one."""
         self._block_tokens = block_tokens
+        self._spare_tokens = spare_tokens
         self._pool = BlockPool(0)
         # Families with a prompt, in the order in which the prompts came: a set that remembers it.
         self._keeping: dict[Family, None] = {}
@@ -35,7 +37,7 @@ class Holdings:
 
     def most_own_blocks(self, max_response_tokens: int) -> int:
         """Blocks of the longest response; nothing reads its last token's keys, which are never written."""
-        return self.blocks_for(max_response_tokens - 1)
+        return self.blocks_for(max_response_tokens - 1 + self._spare_tokens)
 
     def seat(self, request: Request) -> bool:
         """Give a request its prompt and the blocks of the tokens it has, with room for its next pass; false where they

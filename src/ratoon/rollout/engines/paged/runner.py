@@ -1,15 +1,18 @@
 """What the schedule asks of the model: two kinds of forward pass over a paged cache."""
 
 # Shape letters: B responses that decode, U prompts they continue, X blocks of one table row, n tokens of one piece,
-# V vocabulary.
+# V vocabulary, S steps.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from ratoon.rollout.draws import sample_tokens, uniform_draws
 
 BLOCK_TOKENS = 64
 """Tokens of one cache block. A response begins in a block of its own, so half a block is lost with each, and with each
@@ -53,7 +56,8 @@ class PrefillPiece:
 class DecodeRows:
     """One token of each response that decodes. It enters the cache as the last of the response's own keys.
 
-    Rows that continue one prompt are adjacent, in the order of the prompts.
+    Rows that continue one prompt are adjacent, in the order of the prompts. Own tables have room for as many tokens
+    as are drawn together.
     """
 
     token_B: NDArray[np.int64]
@@ -77,6 +81,30 @@ class DecodeRows:
     def position_B(self) -> NDArray[np.int32]:
         return self.num_prompt_keys_U[self.prompt_of_B] + self.num_own_keys_B - 1
 
+    def followed_by(self, token_B: NDArray[np.int64]) -> "DecodeRows":
+        """The rows of the pass after this one."""
+        return replace(self, token_B=token_B, num_own_keys_B=self.num_own_keys_B + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """From which distribution, and by which stream of draws, each row's next tokens come. None is truncated."""
+
+    key_B: NDArray[np.uint64]
+    num_drawn_B: NDArray[np.int64]
+    """Tokens the response has: the stream's position."""
+
+    temperature_B: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnTokens:
+    """S tokens of each row, one after another."""
+
+    token_SB: NDArray[np.int64]
+    logprob_SB: NDArray[np.float32]
+    """Not finite where the logits were not."""
+
 
 class Runner(Protocol):
     """A model over a paged cache of its own. Calls come from one thread."""
@@ -84,6 +112,11 @@ class Runner(Protocol):
     @property
     def block_tokens(self) -> int:
         """Tokens of one block."""
+        ...
+
+    @property
+    def steps_together(self) -> int:
+        """Tokens that are best drawn by one call of `draw`: more cost the responses that end among them."""
         ...
 
     def resize(self, num_blocks: int) -> None:
@@ -100,3 +133,26 @@ class Runner(Protocol):
     def decode(self, rows: DecodeRows) -> Tensor:
         """Write the rows' keys. Returns logits [B, V] float32."""
         ...
+
+    def draw(self, rows: DecodeRows, draws: Draws, num_steps: int) -> DrawnTokens:
+        """`num_steps` passes, each over the tokens that the one before drew; the last ones' keys are not written."""
+        ...
+
+    def weights_changed(self) -> None:
+        """The model's parameters have other values, or are other tensors."""
+        ...
+
+
+def draw_in_turn(decode: Callable[[DecodeRows], Tensor], rows: DecodeRows, draws: Draws, num_steps: int) -> DrawnTokens:
+    """`Runner.draw` by its definition: the host draws from the logits of each pass."""
+    tokens: list[NDArray[np.int64]] = []
+    logprobs: list[NDArray[np.float32]] = []
+    for step in range(num_steps):
+        logits_BV = decode(rows)
+        uniform_B = torch.from_numpy(uniform_draws(draws.key_B, draws.num_drawn_B + step))
+        temperature_B = torch.from_numpy(draws.temperature_B)
+        token_B, logprob_B = sample_tokens(logits_BV.cpu(), temperature_B, uniform_B)
+        tokens.append(token_B.numpy())
+        logprobs.append(logprob_B.numpy())
+        rows = rows.followed_by(tokens[-1])
+    return DrawnTokens(np.stack(tokens), np.stack(logprobs))

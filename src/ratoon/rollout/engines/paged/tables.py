@@ -54,17 +54,17 @@ class SlotTables:
         self._prompt_table_SX[slot, : len(prompt.blocks)] = prompt.blocks
         self._set_own_blocks(request)
 
-    def add_block(self, request: Request) -> None:
-        """The last of the request's own blocks is new."""
+    def own_blocks_grew(self, request: Request) -> None:
         self._set_own_blocks(request)
 
-    def short_of_blocks(self) -> list[Request]:
-        """Those whose next key has no block yet, the oldest first."""
-        is_short_S = self._num_own_keys_S > self._num_own_blocks_S * self._block_tokens
+    def short_of_blocks(self, num_steps: int) -> list[Request]:
+        """Those whose next `num_steps` keys have not all a block yet, the oldest first."""
+        is_short_S = self._num_own_keys_S + (num_steps - 1) > self._num_own_blocks_S * self._block_tokens
         return sorted(self._at(np.flatnonzero(is_short_S & self._is_decoding_S)), key=lambda request: request.order)
 
-    def decoding(self) -> tuple[list[Request], DecodeRows] | None:
-        """The requests that decode, and their rows in the same order; None where none does."""
+    def decoding(self, num_steps: int) -> tuple[list[Request], DecodeRows] | None:
+        """The requests that decode, and their rows in the same order, with tables for `num_steps` more keys; None where
+        none does."""
         slots_B = np.flatnonzero(self._is_decoding_S)
         if slots_B.size == 0:
             return None
@@ -82,16 +82,16 @@ class SlotTables:
             prompt_of_B=prompt_of_B.astype(np.int32),
             prompt_table_UX=self._prompt_table_SX[slots_U, : self._width(num_prompt_keys_U)],
             num_prompt_keys_U=num_prompt_keys_U,
-            own_table_BX=self._own_table_SX[slots_B, : self._width(num_own_keys_B)],
+            own_table_BX=self._own_table_SX[slots_B, : self._width(num_own_keys_B + (num_steps - 1))],
             num_own_keys_B=num_own_keys_B,
         )
         return self._at(slots_B), rows
 
-    def advance(self, requests: list[Request], token_B: NDArray[np.int64]) -> None:
-        """The requests' new tokens are the next to be fed."""
+    def advance(self, requests: list[Request], token_B: NDArray[np.int64], num_steps: int) -> None:
+        """`num_steps` tokens were drawn; the last ones are the next to be fed."""
         slots_B = np.array([request.slot for request in requests])
         self._token_S[slots_B] = token_B
-        self._num_own_keys_S[slots_B] += 1
+        self._num_own_keys_S[slots_B] += num_steps
 
     def _set_own_blocks(self, request: Request) -> None:
         slot, blocks = request.slot, request.own_blocks
