@@ -27,7 +27,8 @@ OWN_BLOCKS = 2
 
 
 def twin(model: PreTrainedModel, device: str) -> PreTrainedModel:
-    return twin_of(attach(model.to(device=torch.device(device))), BLOCK_ATTENTION)
+    model.to(torch.device(device))  # pyright: ignore[reportArgumentType]
+    return twin_of(attach(model), BLOCK_ATTENTION)
 
 
 def tables() -> tuple[list[list[int]], list[list[int]]]:

@@ -24,9 +24,6 @@ class PagedEngine(InProcessEngine[PagedBatch]):
     ) -> None:
         """restarts: new weights compute the keys of responses in flight again, rather than go on from old ones."""
         twin = twin_of(model, BLOCK_ATTENTION)
-        runner = (
-            KernelRunner(twin, config.max_concurrent_responses) if model.device.type == "cuda" else TorchRunner(twin)
-        )
         batch = PagedBatch(
             _runner_of(twin, config.max_concurrent_responses),
             config.max_concurrent_responses,
