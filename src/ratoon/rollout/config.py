@@ -4,6 +4,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ratoon.rollout.engines.http.config import ServerConfig
+from ratoon.rollout.engines.vllm.config import VllmConfig
 from ratoon.types.sampling import SamplingParams
 
 _BYTES_PER_KEPT_ID = 4
@@ -15,8 +17,14 @@ class RolloutConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    engine: Literal["transformers"] = "transformers"
-    """`"transformers"` generates in this process, on the trainer's own weights."""
+    engine: Literal["transformers", "vllm", "vllm-server", "sglang-server"] = "transformers"
+    """`"transformers"` generates in this process, on the trainer's own weights; `"vllm"` in this process too, on a copy
+    of them (`[rollout.vllm]`); `"vllm-server"` and `"sglang-server"`
+    on the server of `[rollout.server]`."""
+
+    server: ServerConfig = ServerConfig()
+
+    vllm: VllmConfig = VllmConfig()
 
     prompts_per_step: int = Field(default=8, ge=1)
     """Prompts of one step, which is one rollout and the updates made from it; it trains on

@@ -1,11 +1,14 @@
 """Which engine a recipe gets."""
 
+from pathlib import Path
+
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ratoon.rollout.config import RolloutConfig
 from ratoon.rollout.engine import RolloutEngine
 from ratoon.rollout.errors import TESTED_TRANSFORMERS, RolloutError
+from ratoon.types import UserError
 
 
 def build_engine(
@@ -13,12 +16,13 @@ def build_engine(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device | str | None = None,
+    run_dir: Path | None = None,
 ) -> RolloutEngine:
     """The engine `config.engine` names.
 
     model: the trainer's, attached or not, on the device it trains on. The `transformers` engine shares its parameters:
     build it after the last change to the model's modules, and it follows the optimizer from then on.
-    device: checked against the model's where it is given.
+    device: checked against the model's where it is given. run_dir: takes the log of a server that the engine starts.
     """
     if config.engine == "transformers":
         from ratoon.rollout.engines.shared_weights import check_device
@@ -32,4 +36,23 @@ def build_engine(
                 f"{error}; install a transformers of that range"
             ) from error
         return TransformersEngine(config, model, tokenizer)
+    if config.engine == "vllm":
+        from ratoon.rollout.engines.vllm.versions import TESTED, check_vllm
+
+        found = check_vllm()
+        try:
+            from ratoon.rollout.engines.vllm.engine import VllmEngine
+        except ImportError as error:
+            raise RolloutError(
+                f"vllm {found} cannot be imported, or is built otherwise than {TESTED}, the tested version: {error}"
+            ) from error
+        return VllmEngine(config, model, tokenizer)
+    if config.engine in ("vllm-server", "sglang-server"):
+        try:
+            import httpx  # noqa: F401  # comes with transformers
+        except ImportError as error:
+            raise UserError(f"rollout.engine = {config.engine!r} needs the package httpx: pip install httpx") from error
+        from ratoon.rollout.engines.http.engine import ServerEngine
+
+        return ServerEngine(config, model, tokenizer, run_dir)
     raise ValueError(f"rollout.engine must be 'transformers', got {config.engine!r}")

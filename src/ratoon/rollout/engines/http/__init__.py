@@ -1,0 +1,1 @@
+"""Rollout engines that are servers: vLLM and SGLang over HTTP."""
