@@ -159,6 +159,7 @@ FOUND_AT_RUN_TIME = {
     ),
     "flash_attn": ("attention/flash/fa4_package.py",),
     "cutlass": ("attention/flash/fa4_package.py",),
+    "vllm": ("rollout/engines/vllm/",),
 }
 """Packages that torch brings along or a machine may have, and the only places that import them."""
 

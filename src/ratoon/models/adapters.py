@@ -84,7 +84,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> Pr
         if parameter.requires_grad:  # beside weights that are codes peft makes them in float32
             parameter.data = parameter.data.to(model.dtype)
     settings.base_model_name_or_path = None  # `save_adapters` says it
-    adapted = {name for name, _ in _adapted_layers(model)}
+    adapted = {name for name, _ in adapted_layers(model)}
     assert adapted == set(targets), f"peft adapted other layers than {targets}: {sorted(adapted ^ set(targets))[:3]}"
     return model
 
@@ -134,7 +134,7 @@ def adapters_off(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     Twins that share its parameters (a rollout engine's) keep theirs on. Gradients of forward passes made before are
     unaffected. May be nested.
     """
-    layers = [layer for _, layer in _adapted_layers(model)]
+    layers = [layer for _, layer in adapted_layers(model)]
     if not layers:
         raise ValueError(
             f"this {type(model).__name__} has no adapters to switch off; "
@@ -158,12 +158,12 @@ def adapters_off(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 def are_adapters_off(model: nn.Module) -> bool:
     """Whether the model is inside `adapters_off`."""
-    return any(layer.disable_adapters for _, layer in _adapted_layers(model))
+    return any(layer.disable_adapters for _, layer in adapted_layers(model))
 
 
 def describe_adapters(model: PreTrainedModel) -> str:
     """One line for logs: what is adapted, and how many parameters train."""
-    layers = dict(_adapted_layers(model))
+    layers = dict(adapted_layers(model))
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     num_all = count_weights(model)
     rank = _settings(model).r
@@ -252,7 +252,8 @@ def merge_adapters(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return merged
 
 
-def _adapted_layers(model: nn.Module) -> "Iterator[tuple[str, BaseTunerLayer]]":
+def adapted_layers(model: nn.Module) -> "Iterator[tuple[str, BaseTunerLayer]]":
+    """By name, the layers that hold a frozen base and adapters beside it."""
     if not has_adapters(model):
         return
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -19,8 +19,7 @@ class RolloutConfig(BaseModel):
 
     engine: Literal["transformers", "vllm", "vllm-server", "sglang-server"] = "transformers"
     """`"transformers"` generates in this process, on the trainer's own weights; `"vllm"` in this process too, on a copy
-    of them (`[rollout.vllm]`); `"vllm-server"` and `"sglang-server"`
-    on the server of `[rollout.server]`."""
+    of them (`[rollout.vllm]`); `"vllm-server"` and `"sglang-server"` on the server of `[rollout.server]`."""
 
     server: ServerConfig = ServerConfig()
 

@@ -1,8 +1,8 @@
 """After weights were sent: does the engine score a few tokens as the trainer does?
 
 Both score the same fixed tokens, once for each version. Rounding of two implementations leaves a gap that stays about
-as it is; weights that did not arrive, or arrived in a wrong place, show as a gap of another size. What they score is
-random tokens: every one of them is unlikely, so its log-prob moves with the weights.
+as it is; weights that did not arrive, or arrived in a wrong place, show as a gap of another size. The tokens are those
+of an ordinary text: unlikely ones have large negative logits, whose rounding in 16 bits would hide more.
 """
 
 # Shape letters: M scored tokens.
@@ -11,18 +11,28 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
 from ratoon.weight_sync.naming import WeightSyncError
 
-NUM_PROBE_TOKENS = 33
-"""Of which all but the first are scored."""
-
+_TEXT = (
+    "Question: what is the sum of 17 and 25? Let us think about it step by step. 17 + 25 = 42, so the answer is 42. "
+    "The capital of France is Paris, and water boils at 100 degrees."
+)
+_MOST_TOKENS = 64
+_FEWEST_TOKENS = 16
 _SEED = 20_240_229
 
 
-def probe_tokens(vocab_size: int, num_tokens: int = NUM_PROBE_TOKENS) -> NDArray[np.int64]:
-    """[num_tokens] int64 in [0, vocab_size): the same for every run and every version."""
-    return np.random.default_rng(_SEED).integers(0, vocab_size, num_tokens)
+def probe_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> NDArray[np.int64]:
+    """[16 to 64] int64 in [0, vocab_size): the same for every version, all but the first of which are scored.
+
+    vocab_size: token ids that the model has. Where the tokenizer finds too few tokens in a text, they are arbitrary.
+    """
+    found = tokenizer.encode(_TEXT, add_special_tokens=False)[:_MOST_TOKENS]
+    if len(found) < _FEWEST_TOKENS or max(found) >= vocab_size:
+        return np.random.default_rng(_SEED).integers(0, vocab_size, _FEWEST_TOKENS)
+    return np.array(found, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,10 +64,12 @@ class ProbeGap:
 class WeightProbe:
     """Compares each version's scores, and remembers the trainer's last ones to say what the engine serves instead."""
 
-    def __init__(self, engine: str, *, max_mean_abs: float) -> None:
-        """engine: its name, for the message. max_mean_abs: nats; a larger mean gap stops the run."""
+    def __init__(self, engine: str, *, max_mean_abs: float, limit_key: str) -> None:
+        """engine: its name, for the message. max_mean_abs: nats; a larger mean gap stops the run. limit_key: the
+        recipe's key that sets it."""
         self._engine = engine
         self._max_mean_abs = max_mean_abs
+        self._limit_key = limit_key
         self._before: ProbeScores | None = None
 
     def check(self, engine: ProbeScores, trainer: ProbeScores) -> ProbeGap:
@@ -68,7 +80,7 @@ class WeightProbe:
             return gap
         raise WeightSyncError(
             f"after the weights of version {trainer.version} were sent, {self._engine} scores {gap_size(gap)} away "
-            f"from the trainer on {trainer.logprobs_M.size} fixed tokens, over rollout.max_probe_gap="
+            f"from the trainer on {trainer.logprobs_M.size} fixed tokens, over {self._limit_key}="
             f"{self._max_mean_abs:g}: {_likeness(engine, trainer, before, self._max_mean_abs)}. The run stops here "
             "rather than learn from another policy's samples"
         )

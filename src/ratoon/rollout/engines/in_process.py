@@ -49,8 +49,9 @@ class InProcessEngine(Generic[BatchT]):
         tokenizer: PreTrainedTokenizerBase,
         twin: PreTrainedModel,
         batch: BatchT,
+        worker: WorkerThread | None = None,
     ) -> None:
-        """twin: `twin_of` the model. batch: runs it."""
+        """twin: `twin_of` the model. batch: runs it. worker: the thread that made the batch, where that matters."""
         self._config = config
         self._model = model
         self._tokenizer = tokenizer
@@ -60,7 +61,7 @@ class InProcessEngine(Generic[BatchT]):
         generation_config = model.generation_config
         configured = None if generation_config is None else generation_config.eos_token_id
         self._eos_ids = eos_token_ids(configured, tokenizer)
-        self._worker = WorkerThread("ratoon-rollout")
+        self._worker = worker or WorkerThread("ratoon-rollout")
         if model.device.type == "cuda":
             # A new thread begins with the first GPU, which may be another rank's.
             self._worker.submit(lambda: torch.cuda.set_device(model.device))
