@@ -28,6 +28,22 @@ from tests.rollout.test_lifecycle import (
     test_pause_draws_nothing_and_resume_goes_on,
     test_tokens_are_stamped_with_the_weights_that_drew_them,
 )
+from tests.rollout.test_partial import (
+    test_a_cancelled_call_leaves_what_it_was_to_go_on_with,
+    test_a_group_that_has_ended_is_handed_back_at_once,
+    test_a_response_in_parts_is_the_undivided_one,
+    test_a_stop_string_across_the_border_of_two_calls_ends_a_response,
+    test_an_aborted_group_goes_on_as_if_nothing_had_been,
+    test_eos_as_the_first_token_of_a_call_ends_a_response,
+    test_log_probs_in_float32_are_equal_to_rounding,
+    test_prompts_of_one_id_go_on_as_two_groups,
+    test_supports_of_earlier_calls_count_towards_the_share,
+    test_the_last_position_of_the_context_is_reached_in_parts,
+)
+from tests.rollout.test_partial_updates import (
+    test_an_update_every_twenty_steps_loses_and_doubles_nothing,
+    test_parts_drawn_between_updates_keep_the_stamps_of_their_time,
+)
 from tests.rollout.test_truncated_rollouts import (
     test_a_stop_string_cuts_tokens_log_probs_and_sets_alike,
     test_an_aborted_response_keeps_the_sets_of_its_tokens,
