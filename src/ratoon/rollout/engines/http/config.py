@@ -39,6 +39,10 @@ class ServerConfig(BaseModel):
     """Where new weights are written for the server to read: a folder that both see, with room for two copies. Absent: a
     temporary folder in memory (`/dev/shm`) where there is one with the room, else on disk."""
 
+    max_probe_gap: float = Field(default=0.05, gt=0, allow_inf_nan=False)
+    """Nats. After every update the server and the trainer score the same few tokens; a larger mean difference of their
+    log-probs ends the run and says what it looks like."""
+
     api_key_variable: str | None = None
     """Name of the environment variable that holds the API key of the server at `url`. The key itself is never written
     down."""

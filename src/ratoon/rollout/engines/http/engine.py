@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ratoon.models import has_adapters
 from ratoon.models.settings import setting
 from ratoon.rollout.begun import check_begun, check_new_tokens, check_no_routes
 from ratoon.rollout.config import RolloutConfig
@@ -28,9 +29,13 @@ from ratoon.rollout.engines.http.session import Session
 from ratoon.rollout.engines.http.temperature import check_scaled_logprobs
 from ratoon.rollout.engines.http.weight_files import WeightFolders
 from ratoon.rollout.errors import RolloutError, RolloutStalledError
+from ratoon.rollout.policy_weights import policy_stream
 from ratoon.rollout.stopping import StopStrings, eos_token_ids
 from ratoon.types import Prompt, RolloutGroup, SamplingParams, UserError
-from ratoon.weight_sync.naming import CheckpointNames, WeightStream
+from ratoon.weight_sync import WeightProbe, WeightStream
+
+_LEAST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
+"""vLLM raises lower ones to the first without a word, and its server refuses higher ones than the second."""
 
 _MOST_BARREN = 3
 """Streams in a row that end without a token, and without a reason of ours."""
@@ -58,19 +63,25 @@ class ServerEngine:
 
         Starts nothing: the first call does. Raises UserError for what the server cannot do exactly.
         """
-        check_settings(config, model)
+        check_settings(config)
         self._config = config
         self._model = model
         self._tokenizer = tokenizer
         self._stamp = PolicyStamp()
         kind = SERVER_KINDS[config.engine]
+        self.probe = WeightProbe(
+            f"the {kind.name} server",
+            max_mean_abs=config.server.max_probe_gap,
+            limit_key="rollout.server.max_probe_gap",
+        )
         self._eos_ids = _eos_ids(model, tokenizer)
         vocab_size = setting(model.config.get_text_config(), "vocab_size")
         assert isinstance(vocab_size, int), "a language model's config has a vocab_size"
         self._vocab_size = vocab_size
         folder = config.server.transfer_folder
         self._folders = WeightFolders(None if folder is None else Path(folder).absolute(), model, tokenizer)
-        self._link = ServerLink(kind, config.server, self._folders, None if run_dir is None else run_dir / "server.log")
+        log = None if run_dir is None else run_dir / _log_name()
+        self._link = ServerLink(kind, config.server, self._folders, log, gpu=model.device.index)
         self._calls: dict[int, _Call] = {}
         self._is_paused = False
         self._is_closed = False
@@ -113,15 +124,15 @@ class ServerEngine:
             max_support_ids=self._config.max_support_ids,
             begun=begun,
         )
-        await self._ready()
-        self._check_length(prompt, sampling)
         call = _Call(draft)
         self._calls[id(call)] = call
-        tasks = [
-            asyncio.create_task(self._complete(call, each, max_new_tokens), name=f"response of {prompt.id}")
-            for each in draft.open_drafts
-        ]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            await self._ready()
+            self._check_length(prompt, sampling)
+            for each in draft.open_drafts:
+                response = self._complete(call, each, max_new_tokens)
+                tasks.append(asyncio.create_task(response, name=f"response of {prompt.id}"))
             await self._watch(call, tasks)
         finally:
             del self._calls[id(call)]
@@ -130,9 +141,13 @@ class ServerEngine:
 
     async def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
         """See `RolloutEngine.update_weights`. They are written first, while responses go on; then these stop, the
-        server reads, and they go on from the tokens they have, each computed anew under the new weights."""
+        server reads, and they go on from the tokens they have, each computed anew under the new weights.
+
+        weights: a `WeightStream`, read once and in order, a bucket at a time. Any other mapping is only a sign that
+        the model which the engine was built over has changed, and its weights are read.
+        """
         self._check_open()
-        stream = self._by_checkpoint_names(weights)
+        stream = weights if isinstance(weights, WeightStream) else self._own_weights()
         session = self._session()
         async with session.changing:
             if not self._link.has_begun:
@@ -161,6 +176,11 @@ class ServerEngine:
                 self._open_gate(session)
             self._broken = None
             self._stamp.version = version
+
+    async def score(self, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        """See `ProbedEngine.score`. Waits for a server that starts."""
+        await self._ready()
+        return np.array(await self._link.server.score(token_ids.tolist()), np.float64)
 
     async def pause(self) -> None:
         """See `RolloutEngine.pause`. Waits for the server to end every response; their tokens are kept here."""
@@ -214,11 +234,11 @@ class ServerEngine:
         async with session.changing:
             self._check_open()
             if not self._link.has_begun:
-                await self._begin(self._by_checkpoint_names(self._model.state_dict()), self._stamp.version)
+                await self._begin(self._own_weights(), self._stamp.version)
             if self._broken is not None:
                 raise RolloutError(str(self._broken)) from self._broken
 
-    async def _begin(self, stream: Mapping[str, Tensor], version: int) -> None:
+    async def _begin(self, stream: WeightStream, version: int) -> None:
         await self._link.begin(stream, version, self._config.timeout_s)
         await check_scaled_logprobs(self._link.server, self._link.kind, self._vocab_size)
         self._stamp.version = version
@@ -318,6 +338,7 @@ class ServerEngine:
         try:
             await self._link.server.pause()
             await session.drain()
+            await session.cut()
             if resumes:
                 await self._resume_server()
         except RolloutError as error:
@@ -370,10 +391,8 @@ class ServerEngine:
             self._session_of_loop = Session(self._config.max_concurrent_responses, is_open=not self._is_paused)
         return self._session_of_loop
 
-    def _by_checkpoint_names(self, weights: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        if isinstance(weights, WeightStream):
-            return weights
-        return WeightStream(CheckpointNames.of(self._model), lambda name: weights[name])
+    def _own_weights(self) -> WeightStream:
+        return policy_stream(self._model, self._model.dtype)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -382,8 +401,7 @@ class ServerEngine:
     def _check_request(self, prompt: Prompt, group_size: int, sampling: SamplingParams) -> None:
         if group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {group_size}")
-        if sampling.temperature and sampling.is_truncated:
-            raise _no_truncation(self._config.engine)
+        _check_sampling(self._config.engine, sampling)
         largest = int(prompt.token_ids.max())
         if largest >= self._vocab_size:
             raise UserError(
@@ -402,32 +420,46 @@ class ServerEngine:
             )
 
 
-def check_settings(config: RolloutConfig, model: PreTrainedModel) -> None:
+def check_settings(config: RolloutConfig) -> None:
     """Raises UserError for what a server cannot do as the recipe has it."""
     if not config.server.is_given:
         raise UserError(
             f"rollout.engine = {config.engine!r} needs [rollout.server] with url (of a server that runs) or command "
             "(that starts one)"
         )
-    if config.top_p < 1 or config.top_k or config.min_p:
-        raise _no_truncation(config.engine)
+    _check_sampling(config.engine, config.sampling_params(seed=0))
+    if _num_ranks() > 1 and config.server.url is not None:
+        raise UserError(
+            f"rollout.server.url is of one server, and this run has {_num_ranks()} processes, each of which gives its "
+            "own server its weights; give rollout.server.command, which starts one for each, or train in one process"
+        )
     if config.cache_tokens is not None:
         raise UserError(
             f"rollout.cache_tokens does not act on rollout.engine = {config.engine!r}, whose server has its own option "
             "for it; remove it"
         )
-    if has_adapters(model):
+
+
+def _check_sampling(engine: str, sampling: SamplingParams) -> None:
+    """Raises UserError for draws that could not be trained on exactly, or are refused by the server one by one."""
+    if sampling.temperature and sampling.is_truncated:
         raise UserError(
-            f"rollout.engine = {config.engine!r} does not take adapters (model.lora) yet; use rollout.engine = "
-            '"transformers", or train all weights'
+            f"rollout.engine = {engine!r} does not say which tokens top_p, top_k and min_p kept for each token, and "
+            'training must score each among these: set them to 1, 0 and 0, or use rollout.engine = "transformers"'
+        )
+    if sampling.temperature and not _LEAST_TEMPERATURE <= sampling.temperature <= _HIGHEST_TEMPERATURE:
+        raise UserError(
+            f"rollout.engine = {engine!r} draws at temperatures from {_LEAST_TEMPERATURE:g} to "
+            f"{_HIGHEST_TEMPERATURE:g}, as vLLM's server does; got {sampling.temperature:g}"
         )
 
 
-def _no_truncation(engine: str) -> UserError:
-    return UserError(
-        f"rollout.engine = {engine!r} does not say which tokens top_p, top_k and min_p kept for each token, and "
-        'training must score each among these: set them to 1, 0 and 0, or use rollout.engine = "transformers"'
-    )
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _log_name() -> str:
+    return f"server-rank{dist.get_rank()}.log" if _num_ranks() > 1 else "server.log"
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -51,11 +51,21 @@ SERVER_KINDS = {
 class ServerLink:
     """One server, whichever process it is now. All methods are called from one event loop at a time."""
 
-    def __init__(self, kind: ServerKind, config: ServerConfig, folders: WeightFolders, log: Path | None) -> None:
-        """log: of a started server; None: in the temporary folder."""
+    def __init__(
+        self,
+        kind: ServerKind,
+        config: ServerConfig,
+        folders: WeightFolders,
+        log: Path | None,
+        *,
+        gpu: int | None = None,
+    ) -> None:
+        """log: of a started server; None: in the temporary folder. gpu: the trainer's, which a started server shares
+        unless its environment says otherwise."""
         self.kind = kind
         self._config = config
         self._folders = folders
+        self._gpu = gpu
         self._log = log or Path(tempfile.mkdtemp(prefix="ratoon-server-")) / "server.log"
         self._process: ServerProcess | None = None
         self._url = config.url
@@ -152,6 +162,8 @@ class ServerLink:
         listing = self.kind.listing
         arguments = listing.arguments(model=folder, name=_MODEL_NAME, host=_HOST, port=port)
         environment = [f"{name}={value}" for name, value in listing.environment().items()]
+        if self._gpu is not None:
+            environment.append(f"CUDA_VISIBLE_DEVICES={_visible_gpu(self._gpu)}")
         if self._process is not None:
             await asyncio.to_thread(self._process.stop)
         self._process = ServerProcess(
@@ -210,6 +222,12 @@ class ServerLink:
         if not key:
             raise UserError(f"rollout.server.api_key_variable names {name}, which is not set; export it")
         return key
+
+
+def _visible_gpu(index: int) -> str:
+    """What a child must see as its only GPU, to have the `index`-th of ours."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return visible.split(",")[index].strip() if visible else str(index)
 
 
 def _without(arguments: list[str], given: tuple[str, ...]) -> list[str]:

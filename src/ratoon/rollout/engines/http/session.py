@@ -5,8 +5,9 @@ import itertools
 import uuid
 from collections.abc import Coroutine
 
-_GRACE_S = 5.0
-"""That streams may take to end once the server has ended their responses."""
+_QUIET_S, _GRACE_S = 0.25, 5.0
+"""Streams whose responses the server has ended may go on for the second, as long as one ends within the first: a
+request that came to the server after its pause is held there, and would never end."""
 
 
 class Session:
@@ -61,8 +62,13 @@ class Session:
 
     async def drain(self) -> None:
         """Wait a little for the streams to end by themselves."""
-        if self._streams:
-            await asyncio.wait(list(self._streams), timeout=_GRACE_S)
+        end = self._loop.time() + _GRACE_S
+        while self._streams and self._loop.time() < end:
+            streams = list(self._streams)
+            ended, _ = await asyncio.wait(streams, timeout=_QUIET_S, return_when=asyncio.FIRST_COMPLETED)
+            if not ended:
+                return
+            self._streams.difference_update(ended)
 
     async def cut(self) -> None:
         """End those that still run; the server ends their responses as the connections close."""

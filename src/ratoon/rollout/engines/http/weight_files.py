@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ratoon.types import UserError
-from ratoon.weight_sync.bucketing import iter_buckets
+from ratoon.weight_sync import iter_buckets
 
 _BUCKET_BYTES = 1 << 30
 _IN_MEMORY = Path("/dev/shm")
@@ -83,7 +83,9 @@ class WeightFolders:
     def _config(self) -> PreTrainedConfig:
         """The model's, with what servers choose their code by."""
         config = copy.deepcopy(self._model.config)
-        config.architectures = [type(self._model).__name__]
+        # FSDP puts a class of its own before the model's.
+        name = next(each.__name__ for each in type(self._model).__mro__ if each.__module__.startswith("transformers"))
+        config.architectures = [name]
         config.dtype = self._model.dtype
         return config
 
