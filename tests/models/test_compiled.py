@@ -58,7 +58,7 @@ def update(model: PreTrainedModel, layout: PackedLayout) -> dict[str, torch.Tens
     ("name", "mode"),
     [
         ("qwen3", "none"),
-        ("gemma2", "selective"),
+        pytest.param("gemma2", "selective", marks=pytest.mark.full),
         pytest.param("qwen3", "selective", marks=pytest.mark.full),
         pytest.param("qwen3", "full", marks=pytest.mark.full),
         pytest.param("gemma2", "none", marks=pytest.mark.full),

@@ -50,15 +50,13 @@ def test_the_compiler_is_told_the_truth(layout: PackedLayout, has_sinks: bool, w
     )
 
 
-def test_a_layer_is_one_graph():
+@pytest.mark.parametrize(("name", "num_kinds"), [("gemma2", 2), pytest.param("qwen3", 1, marks=pytest.mark.full)])
+def test_a_layer_is_one_graph(name: str, num_kinds: int):
     """Gemma 2 has two kinds of layers: with a window and without. A break would cost copies, and time of the host."""
-    for name, num_kinds in (("qwen3", 1), ("gemma2", 2)):
-        torch._dynamo.reset()
-        counters.clear()
-        model = set_compile(attach(build_model(name, dtype=torch.float32)), "layers", backend="aot_eager")
-        forward_logprobs(model, make_layout(20, 30, 5))[0].sum().backward()
-        assert counters["stats"]["unique_graphs"] == num_kinds
-        assert not counters["graph_break"]
+    model = set_compile(attach(build_model(name, dtype=torch.float32)), "layers", backend="aot_eager")
+    forward_logprobs(model, make_layout(20, 30, 5))[0].sum().backward()
+    assert counters["stats"]["unique_graphs"] == num_kinds
+    assert not counters["graph_break"]
 
 
 def test_sinks_learn_in_a_graph():

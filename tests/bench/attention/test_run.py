@@ -89,7 +89,7 @@ def test_ratios_compare_forward_and_backward_together(monkeypatch: pytest.Monkey
     assert peer_line.split()[-3:] == ["-", "1.00", "-"]
 
 
-@pytest.mark.parametrize("is_peer", [False, True])
+@pytest.mark.parametrize("is_peer", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_red_check_prints_no_speed(
     is_peer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -47,8 +47,9 @@ def update(model: PreTrainedModel, variant: Variant, P: int, lengths: list[int])
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("impl", ["fa4", pytest.param("kv-copy-fa4", marks=pytest.mark.full)])
-@pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("impl", ["fa4", "kv-copy-fa4"])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_a_compiled_layer_of_a_peer_is_one_graph(impl: str, recompute: str):
     """A break at attention cost ours 10 ms of 418: peers must not pay what we do not. Lengths compile nothing anew."""
     variant = Variant.named(f"{impl}/{recompute}/layers")

@@ -74,6 +74,7 @@ def test_rows_have_the_names_of_the_design(tmp_path: Path, capsys: pytest.Captur
     assert table[2].split()[-2:] == ["-", "-"], "FA4 did not run under the settings of auto/full/none"
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("peers_on_cpu")
 def test_adapters_alone_are_compared_and_counted(tmp_path: Path):
     """Frozen weights take 4 FLOPs a row and weight in place of 6; what attention takes stays."""

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 from tests.rollout.tiny import EOS, VOCAB, tiny_qwen3
-from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM, PreTrainedModel
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    PreTrainedModel,
+    Qwen3ForCausalLM,
+)
 
 from ratoon.models import attach
 from ratoon.rollout.draws import response_key
@@ -71,9 +78,10 @@ def make_draws(temperatures: tuple[float, ...], num_drawn: int) -> Draws:
 
 
 def qwen3() -> PreTrainedModel:
-    model = tiny_qwen3()
-    model.config.attention_dropout = 0.0
-    return model
+    config = tiny_qwen3().config
+    config.update({"attention_dropout": 0.0, "num_hidden_layers": 1, "layer_types": ["full_attention"]})
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(config)
 
 
 def models() -> dict[str, PreTrainedModel]:
@@ -119,7 +127,7 @@ def test_tokens_drawn_together_are_those_drawn_in_turn(device: str):
     prefill(ours)
     prefill(plain)
     rows, num_drawn = first_rows(np.arange(sum(MEMBERS))), 1
-    for num_steps in (4, 1, 3):
+    for num_steps in (4, 2):
         draws = make_draws((0.0, 1.0, 0.7), num_drawn)
         got, want = ours.draw(rows, draws, num_steps), plain.draw(rows, draws, num_steps)
         assert got.token_SB.tolist() == want.token_SB.tolist()
@@ -137,7 +145,7 @@ def test_tokens_drawn_together_are_those_drawn_in_turn(device: str):
         num_own_keys_B=rows.num_own_keys_B[4:],
     )
     draws = Draws(*(x[4:] for x in dataclasses.astuple(make_draws((1.0,), num_drawn))))
-    got, want = ours.draw(fewer, draws, 2), plain.draw(fewer, draws, 2)
+    got, want = ours.draw(fewer, draws, 1), plain.draw(fewer, draws, 1)
     assert got.token_SB.tolist() == want.token_SB.tolist()
 
 
