@@ -147,7 +147,7 @@ def _load_run(
     if is_compiled(model):
         view.say("layers: compiled at their first passes, which take up to a minute more")
     sampled = sampling_copy(model) if cuts_model(recipe, ranks.world_size) else model
-    engine = build_engine(recipe.rollout, sampled, inputs.tokenizer, device)
+    engine = build_engine(recipe.rollout, sampled, inputs.tokenizer, device, run_dir=folder.path)
     if sampled is not model:
         on_each_kept(ranks, "cutting of the model", lambda: shard_policy(model))
     set_sequence_parallel(model, join_sequence_group(recipe, ranks, device))

@@ -1,4 +1,4 @@
-"""The fake server as a program, started as vLLM's is: `python serve_fake.py [--behaviour X] --model DIR --port N ...`."""
+"""The fake server as a program, started as vLLM's is: `python serve_fake.py [--behaviour X] --model DIR --port N`."""
 
 import os
 import signal

@@ -142,8 +142,8 @@ class ServerLink:
         )
         if self.num_starts > self._config.restarts or folder is None:
             raise RolloutError(
-                f"{died}It was started {self.num_starts} times, and rollout.server.restarts = {self._config.restarts} "
-                "allows no more; run the same command again to go on from the last checkpoint"
+                f"{died}It was started again {_times(self.num_starts - 1)}, and rollout.server.restarts = "
+                f"{self._config.restarts} allows no more; run the same command again to go on from the last checkpoint"
             ) from error
         await self._start(folder)
 
@@ -222,6 +222,10 @@ class ServerLink:
         if not key:
             raise UserError(f"rollout.server.api_key_variable names {name}, which is not set; export it")
         return key
+
+
+def _times(number: int) -> str:
+    return f"{number} time" if number == 1 else f"{number} times"
 
 
 def _visible_gpu(index: int) -> str:
