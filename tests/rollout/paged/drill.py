@@ -14,7 +14,7 @@ from ratoon.rollout.draws import sample_tokens, uniform_draws
 from ratoon.rollout.engines.paged.batch import PagedBatch
 from ratoon.rollout.errors import RolloutError
 from ratoon.rollout.stopping import StopStrings
-from ratoon.types import FinishReason, Prompt, SamplingParams
+from ratoon.types import FinishReason, Prompt, RolloutGroup, SamplingParams
 
 EOS = 0
 
@@ -46,20 +46,51 @@ class Drill:
             prefill_tokens=self.prefill_tokens,
         )
 
-    def add(self, num_prompt_tokens: int, group_size: int, max_tokens: int, temperature: float = 1.0) -> GroupDraft:
+    def add(
+        self,
+        num_prompt_tokens: int,
+        group_size: int,
+        max_tokens: int,
+        temperature: float = 1.0,
+        max_new_tokens: int | None = None,
+    ) -> GroupDraft:
         # Every third prompt has the id and the tokens of another one.
         number = len(self.groups) // 3 * 3 if len(self.groups) % 3 == 1 else len(self.groups)
         token_ids = np.random.default_rng(number).integers(1, VOCAB, num_prompt_tokens)
+        prompt = Prompt(f"p{number}", token_ids)
+        sampling = SamplingParams(temperature=temperature, max_response_tokens=max_tokens, seed=5)
+        return self._add(prompt, group_size, sampling, max_new_tokens, begun=None)
+
+    def go_on(self, before: GroupDraft, max_new_tokens: int | None = None) -> GroupDraft | None:
+        """A call that takes an ended group further, as the engine makes it; None where nothing is left to draw."""
+        begun = before.group(self.tokenizer)
+        if not any(response.can_go_on for response in begun.responses):
+            return None
+        sampling = SamplingParams(
+            temperature=before.drafts[0].temperature, max_response_tokens=before.max_response_tokens, seed=5
+        )
+        return self._add(before.prompt, len(before.drafts), sampling, max_new_tokens, begun=begun)
+
+    def _add(
+        self,
+        prompt: Prompt,
+        group_size: int,
+        sampling: SamplingParams,
+        max_new_tokens: int | None,
+        begun: RolloutGroup | None,
+    ) -> GroupDraft:
+        max_tokens = sampling.max_response_tokens
         group = GroupDraft.start(
-            Prompt(f"p{number}", token_ids),
+            prompt,
             group_size,
-            SamplingParams(temperature=temperature, max_response_tokens=max_tokens, seed=5),
+            sampling,
             step=0,
-            ending=Ending(frozenset([EOS]), StopStrings((), self.tokenizer), max_tokens),
+            ending=Ending(frozenset([EOS]), StopStrings((), self.tokenizer), max_tokens, max_new_tokens),
             stamp=self.stamp,
             max_support_ids=1_000,
+            begun=begun,
         )
-        self.batch.check_fits(group.prompt.id, num_prompt_tokens, max_tokens)
+        self.batch.check_fits(group.prompt.id, prompt.num_tokens, max_tokens)
         self.groups.append(group)
         self.batch.add(group)
         return group
@@ -113,6 +144,9 @@ class Drill:
 
 
 def assert_drawn_alone(group: GroupDraft, draft: ResponseDraft) -> None:
+    if draft.ended is not None:
+        assert not draft.token_ids, "a response that had ended was given tokens"
+        return
     R = len(draft.token_ids)
     assert group.max_response_tokens >= R and (np.diff(draft.versions) >= 0).all()
     assert len(draft.versions) == len(draft.logprobs) == R
@@ -120,6 +154,8 @@ def assert_drawn_alone(group: GroupDraft, draft: ResponseDraft) -> None:
         assert draft.token_ids[-1] == EOS
     elif draft.finish_reason is FinishReason.LENGTH:
         assert group.max_response_tokens == R
+    elif draft.finish_reason is FinishReason.BUDGET:
+        assert R - draft.num_begun == draft.ending.max_new_tokens and group.max_response_tokens > R
     assert EOS not in draft.token_ids[:-1]
     if R == 0:
         return

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.rollout.paged.drill import Drill
 from transformers import PreTrainedTokenizerFast
 
-MOVES = ("add", "add", "step", "step", "step", "update", "withdraw", "break")
+MOVES = ("add", "add", "add in parts", "step", "step", "step", "update", "withdraw", "break", "go on", "go on")
 
 
 @st.composite
@@ -36,8 +36,9 @@ CASES = {
 
 @pytest.mark.parametrize("num_schedules", [150, pytest.param(1_000, marks=pytest.mark.full)])
 def test_any_schedule_draws_what_each_response_alone_would(tokenizer: PreTrainedTokenizerFast, num_schedules: int):
-    """Groups that come, wait, are pre-empted, withdrawn and failed, pauses between steps, weights that change: every
-    group ends once, no block stays held, versions do not fall, and every token is what its response alone would draw.
+    """Groups that come, wait, are pre-empted, withdrawn (as by an abort) and failed, that stop at a budget and go on,
+    pauses between steps, weights that change: every group ends once, no block stays held, versions do not fall, and
+    every token is what its response alone would draw.
     """
 
     @settings(max_examples=num_schedules, deadline=None)
@@ -58,7 +59,7 @@ def run_schedule(
     steps_together: int,
     schedule: list[tuple[str, list[int]]],
 ) -> None:
-    added = [numbers for name, numbers in schedule if name == "add"]
+    added = [numbers for name, numbers in schedule if name.startswith("add")]
     least = max(-(-P // block_tokens) + -(-(R + steps_together - 2) // block_tokens) for P, _, R, _ in added)
     drill = Drill(
         tokenizer,
@@ -70,9 +71,15 @@ def run_schedule(
         steps_together,
     )
     for name, numbers in schedule:
-        if name == "add":
+        if name.startswith("add"):
             num_prompt_tokens, group_size, max_tokens, quarter = numbers
-            drill.add(num_prompt_tokens, group_size, max_tokens, temperature=0.0 if quarter == 1 else 1.0)
+            budget = None if name == "add" else 1 + max_tokens // 3
+            drill.add(num_prompt_tokens, group_size, max_tokens, 0.0 if quarter == 1 else 1.0, budget)
+        elif name == "go on":
+            ended = [*drill.finished, *drill.withdrawn]
+            if ended:
+                # One group may be gone on with twice: what it was is not touched.
+                drill.go_on(ended[numbers[0] % len(ended)], None if numbers[3] == 1 else numbers[1])
         elif name == "step":
             for _ in range(numbers[0]):
                 drill.step()
@@ -82,5 +89,8 @@ def run_schedule(
             drill.runner.is_broken = True
         else:
             drill.withdraw([drill.groups[numbers[0] % len(drill.groups)]])
+    drill.run_to_the_end()
+    for group in (*drill.finished, *drill.withdrawn):
+        drill.go_on(group)
     drill.run_to_the_end()
     drill.check_ends()
