@@ -262,6 +262,7 @@ async def _begin_or_resume(run: SynchronousRun, checkpoint: Path | None) -> None
             if run.recipe.sft is not None and not run.warm_start():
                 run.view.warn("stopped in the warm start, which the same command begins anew")
                 return
+            await run.publisher.publish(0)  # an engine with weights of its own was built before the warm start
             on_main(
                 run.data_parallel,
                 "writing of the reference",

@@ -20,6 +20,7 @@ from ratoon.loop.diagnosis import StepDiagnosis, StepFacts, explain_loss
 from ratoon.loop.evaluation import Evaluation, evaluate
 from ratoon.loop.inputs import Inputs
 from ratoon.loop.memory_watch import MemoryWatch
+from ratoon.loop.publisher import Publisher
 from ratoon.loop.run_folder import RunFolder
 from ratoon.loop.run_memory import row_counts
 from ratoon.loop.stages import MainScores, attach_advantages, plan_updates
@@ -29,7 +30,6 @@ from ratoon.loop.waiting_groups import NONE_WAITING, WaitingGroups
 from ratoon.metrics import MetricsLog, read_metrics
 from ratoon.metrics.rows import MetricValue
 from ratoon.models import can_keep_prompts, model_shape
-from ratoon.models.sharding import refresh_copy
 from ratoon.planner import CostModel, peak_tflops
 from ratoon.rollout import RolloutEngine
 from ratoon.trainer import StepResult, Trainer, Update
@@ -44,7 +44,6 @@ from ratoon.trainer.shared_checkpoint import restore_optimizer, save_shared_chec
 from ratoon.trainer.state_tree import capture_rng, restore_rng
 from ratoon.types.rollouts import RolloutGroup
 from ratoon.view import RunView, StepReport
-from ratoon.weight_sync import publish
 
 _SILENCE_S = 10.0
 """After it the next step of the warm start is shown, which otherwise is one in five."""
@@ -81,6 +80,7 @@ class SynchronousRun:
         self.model = model
         self.engine = engine
         self.sampled = sampled
+        self.publisher = Publisher(recipe.rollout, model, engine, inputs.tokenizer, sampled=sampled)
         self.rewards = MainScores(inputs.rewards, data_parallel)
         self.folder = folder
         self.metrics = metrics
@@ -121,7 +121,7 @@ class SynchronousRun:
         self.num_steps_done = saved.step
         self.newest_checkpoint = checkpoint
         self.forget_after(saved.step)
-        await self._publish()
+        await self.publisher.publish(self.num_steps_done)
 
     def forget_after(self, step: int) -> None:
         """Removes rows and rollouts of steps after `step`; of everything where it is negative."""
@@ -186,7 +186,7 @@ class SynchronousRun:
                     StepReport(stage="sft", step=step + 1, num_steps=sft.num_steps, seconds=seconds, loss=loss)
                 )
         self.trainer = self._trainer()  # moments of its own, and masters of the weights as they are now
-        self._refresh_sampled()
+        self.publisher.refresh_sampled()
         return True
 
     def require_room(self) -> None:
@@ -234,6 +234,7 @@ class SynchronousRun:
                 waiting=self.waiting,
             )
         self.waiting = rollout.waiting
+        await self.publisher.give_memory()
         kl = self._kl_in_rewards(rollout.groups)
         penalties = None if kl is None else [recipe.algorithm.kl_coefficient * kl_N for kl_N in kl]
         groups = attach_advantages(rollout.groups, recipe.algorithm, penalties=penalties)
@@ -249,7 +250,7 @@ class SynchronousRun:
                 result = replace(result, kl_ref_mean=float(sum(kl_N.sum() for kl_N in kl)) / max(num_tokens, 1))
         self.num_steps_done = step + 1
         with self._phase("publish"):
-            await self._publish()
+            await self.publisher.publish(self.num_steps_done)
         seconds = time.perf_counter() - started
         return on_main(
             self.data_parallel,
@@ -401,15 +402,6 @@ class SynchronousRun:
             keeps_prompts=can_keep_prompts(self.model),
         )
 
-    async def _publish(self) -> None:
-        self._refresh_sampled()
-        weights = {name: tensor.detach() for name, tensor in self.sampled.state_dict().items()}
-        await publish(weights, self.num_steps_done, [self.engine], timeout_s=self.recipe.rollout.timeout_s)
-
-    def _refresh_sampled(self) -> None:
-        if self.sampled is not self.model:
-            refresh_copy(self.sampled, self.model)
-
     def _report(
         self,
         rollout: StepRollout,
@@ -442,6 +434,7 @@ class SynchronousRun:
             num_waiting_groups=len(rollout.waiting.groups),
             **({"num_loss_tokens": 0} if result is None else self._update_figures(result)),
             **memory.metrics(),
+            **self.publisher.metrics(),
             planner_imbalance=max((update.plan.imbalance for update in updates), default=1.0),
             step_s=seconds,
         )
