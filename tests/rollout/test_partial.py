@@ -42,7 +42,9 @@ def assert_identical(left: RolloutGroup, right: RolloutGroup, logprob_atol: floa
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_response_in_parts_is_the_undivided_one(build: Build, model: Qwen3ForCausalLM, name: str):
-    """In float64, where prefilled and decoded keys hardly differ: tokens, supports and ends are the same, and log-probs
+    """verl#7207: what goes on keeps to its length.
+
+    In float64, where prefilled and decoded keys hardly differ: tokens, supports and ends are the same, and log-probs
     bit by bit, but for the rounding of the transformers engine, which computes in float32 in places.
     """
     model = model.double()
