@@ -34,6 +34,7 @@ _MAY_CHANGE = (
     "trainer.sequence_parallel",
     "trainer.rank_timeout_s",
     "rollout.timeout_s",
+    "rollout.server.",
     "reward.timeout_s",
     "reward.num_workers",
     "reward.start_timeout_s",

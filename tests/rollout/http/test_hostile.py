@@ -5,6 +5,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tests.rollout.http.conftest import Bench
@@ -84,7 +85,7 @@ SGLANG: list[tuple[Fault, str]] = [
 ]
 
 
-def _failure(bench: Bench, fault: Fault, **settings: object) -> tuple[RolloutError, float]:
+def _failure(bench: Bench, fault: Fault, **settings: Any) -> tuple[RolloutError, float]:
     """What a call of four responses raises when the server answers with `fault`, and the seconds that it took."""
     engine = bench.engines[0] if bench.engines else bench.build(**settings)
     draw(engine, make_prompts([3]), 1, SAMPLING)

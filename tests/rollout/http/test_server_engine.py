@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -295,7 +296,7 @@ def test_no_server_at_the_address(bench: Bench):
 
 
 @pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"cache_tokens": 64}])
-def test_what_is_not_exact_is_refused_by_name(bench: Bench, setting: dict[str, float]):
+def test_what_is_not_exact_is_refused_by_name(bench: Bench, setting: dict[str, Any]):
     """TRL#6789: log-probs were renormalised over tokens that nobody recorded."""
     with pytest.raises(UserError, match=next(iter(setting))):
         bench.build(**setting)
