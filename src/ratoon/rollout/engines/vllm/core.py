@@ -5,7 +5,6 @@ import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -35,17 +34,12 @@ _CPU_CACHE_BYTES = 1 << 30
 _PROBE = "ratoon-probe"
 
 
-@dataclass(frozen=True, slots=True)
-class CoreLimits:
-    """What the core is built for."""
-
-    max_concurrent_responses: int
-
-
 class VllmCore:
     """Every call blocks, and comes from one thread."""
 
-    def __init__(self, model: PreTrainedModel, config: VllmConfig, limits: CoreLimits, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: VllmConfig, max_concurrent_responses: int, dtype: torch.dtype
+    ) -> None:
         """A core for models of this configuration, with random weights until `load`.
 
         The random states and the thread settings of this process stay as they were, which vLLM changes otherwise.
@@ -55,7 +49,7 @@ class VllmCore:
         self._sleeps = config.sleep > 0 and self._is_cuda
         with tempfile.TemporaryDirectory(prefix="ratoon-vllm-") as folder, _as_it_was():
             _write_config(model, folder)
-            self._llm = LLM(folder, **_arguments(model, config, limits, dtype, sleeps=self._sleeps))
+            self._llm = LLM(folder, **_arguments(model, config, max_concurrent_responses, dtype, sleeps=self._sleeps))
         self._engine = self._llm.llm_engine
         self._held: list[NewTokens] = []
         """Drawn while tokens were scored, and not handed out yet."""
@@ -196,7 +190,7 @@ def _transfer_of(worker: Any) -> InProcessTransfer:
 
 
 def _arguments(
-    model: PreTrainedModel, config: VllmConfig, limits: CoreLimits, dtype: torch.dtype, *, sleeps: bool
+    model: PreTrainedModel, config: VllmConfig, max_concurrent_responses: int, dtype: torch.dtype, *, sleeps: bool
 ) -> dict[str, Any]:
     is_cuda = model.device.type == "cuda"
     cache_bytes = None if is_cuda else _CPU_CACHE_BYTES
@@ -209,7 +203,7 @@ def _arguments(
         "hf_overrides": {"head_dtype": config.head_dtype},
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": config.max_model_len,
-        "max_num_seqs": limits.max_concurrent_responses,
+        "max_num_seqs": max_concurrent_responses,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": cache_bytes,
         "enforce_eager": (not is_cuda) if config.enforce_eager is None else config.enforce_eager,

@@ -2,26 +2,25 @@
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ratoon.rollout.config import RolloutConfig
 from ratoon.rollout.engines.in_process import InProcessEngine
 from ratoon.rollout.engines.vllm.batch import VllmBatch
-from ratoon.rollout.engines.vllm.core import CoreLimits, VllmCore
+from ratoon.rollout.engines.vllm.refusals import check_sampling, check_settings
 from ratoon.rollout.engines.worker import WorkerThread
 from ratoon.rollout.errors import RolloutError
 from ratoon.rollout.policy_weights import policy_stream
-from ratoon.types import Prompt, RolloutGroup, SamplingParams, UserError
+from ratoon.types import Prompt, RolloutGroup, SamplingParams
 from ratoon.weight_sync import WeightProbe, WeightStream
 
-_LEAST_TEMPERATURE = 0.01
-"""vLLM raises lower ones to this without a word to its caller."""
+if TYPE_CHECKING:
+    from ratoon.rollout.engines.vllm.core import VllmCore
 
 
 class VllmEngine(InProcessEngine[VllmBatch]):
@@ -43,15 +42,19 @@ class VllmEngine(InProcessEngine[VllmBatch]):
         self._bucket_bytes = config.vllm.bucket_mib << 20
         self._level = config.vllm.sleep
         self._is_asleep = False
+        self._has_room_for_weights = True
+        """Taking memory back twice is an error of vLLM's."""
+
         self._has_weights = False
-        limits = CoreLimits(config.max_concurrent_responses)
         weights = policy_stream(model, model.dtype)
         # One thread makes it and steps it: some of what CUDA and vLLM keep is a thread's own.
         worker = WorkerThread("ratoon-vllm")
         if model.device.type == "cuda":
             worker.submit(lambda: torch.cuda.set_device(model.device))
         try:
-            self._core = worker.submit(lambda: VllmCore(model, config.vllm, limits, model.dtype)).result()
+            self._core = worker.submit(lambda: _start(config, model)).result()
+        except ImportError:
+            raise
         except Exception as error:
             raise RolloutError(f"vLLM did not start: {type(error).__name__}: {error}") from error
         super().__init__(config, model, tokenizer, twin=model, batch=VllmBatch(self._core), worker=worker)
@@ -92,7 +95,7 @@ class VllmEngine(InProcessEngine[VllmBatch]):
         """See `RolloutEngine.pause`. With `rollout.vllm.sleep` vLLM gives its memory up until `resume`."""
         await super().pause()
         if self._level and not self._is_asleep:
-            self._is_asleep = True
+            self._is_asleep, self._has_room_for_weights = True, False
             level = self._level
             if level == 2:
                 self._has_weights = False
@@ -126,8 +129,7 @@ class VllmEngine(InProcessEngine[VllmBatch]):
             await asyncio.to_thread(self._core.close)
 
     def _load(self, stream: WeightStream, version: int) -> None:
-        if self._is_asleep:
-            self._core.wake("weights")
+        self._wake_weights()
         self._has_weights = False
         self._core.load(stream, self._bucket_bytes, version=version)
         self._has_weights = True
@@ -135,40 +137,17 @@ class VllmEngine(InProcessEngine[VllmBatch]):
         self._batch.weights_changed()
 
     def _wake(self) -> None:
-        if self._is_asleep:
+        self._wake_weights()
+        self._core.wake("kv_cache")
+        self._is_asleep = False
+
+    def _wake_weights(self) -> None:
+        if not self._has_room_for_weights:
             self._core.wake("weights")
-            self._core.wake("kv_cache")
-            self._is_asleep = False
+            self._has_room_for_weights = True
 
 
-def check_settings(config: RolloutConfig, model: PreTrainedModel) -> None:
-    """Raises UserError for what vLLM cannot do as the recipe has it."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        raise UserError(
-            'rollout.engine = "vllm" runs in the process of the trainer, and this run has '
-            f'{dist.get_world_size()} of them; use rollout.engine = "vllm-server" or "transformers"'
-        )
-    if config.cache_tokens is not None:
-        raise UserError(
-            "rollout.cache_tokens is not vLLM's measure of its cache; remove it, and set rollout.vllm.cache_gib"
-        )
-    if config.vllm.sleep and model.device.type != "cuda":
-        raise UserError(
-            f"rollout.vllm.sleep = {config.vllm.sleep} gives back a GPU's memory, and the model is on the "
-            f"{model.device.type}; set it to 0"
-        )
-    check_sampling(config.sampling_params(seed=0))
+def _start(config: RolloutConfig, model: PreTrainedModel) -> "VllmCore":
+    from ratoon.rollout.engines.vllm.core import VllmCore  # imports vLLM
 
-
-def check_sampling(sampling: SamplingParams) -> None:
-    """Raises UserError for draws that could not be trained on exactly."""
-    if sampling.is_truncated and sampling.temperature > 0:
-        raise UserError(
-            'rollout.engine = "vllm" does not record which tokens top_p, top_k and min_p leave, and training needs '
-            'them; set top_p = 1, top_k = 0 and min_p = 0, or use rollout.engine = "transformers"'
-        )
-    if 0 < sampling.temperature < _LEAST_TEMPERATURE:
-        raise UserError(
-            f"vLLM does not draw at temperatures below {_LEAST_TEMPERATURE} (got {sampling.temperature:g}); raise "
-            "rollout.temperature, or set it to 0 in an evaluation"
-        )
+    return VllmCore(model, config.vllm, config.max_concurrent_responses, model.dtype)
