@@ -23,12 +23,13 @@ from ratoon.types import FinishReason, RolloutGroup, SamplingParams, UserError
 
 PYTHON = os.environ.get("RATOON_VLLM_PYTHON") or (sys.executable if find_spec("vllm") else None)
 pytestmark = [
+    pytest.mark.vllm,
     pytest.mark.skipif(PYTHON is None, reason="needs vLLM: make test-vllm"),
     pytest.mark.timeout(900),
 ]
 SAMPLING = SamplingParams(temperature=0.7, max_response_tokens=40, seed=3)
 LONG = SamplingParams(temperature=0.7, max_response_tokens=200, seed=3)
-OPTIONS = ("--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "16")
+OPTIONS = ("--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "16", "--enforce-eager")
 
 
 def small_qwen3() -> Qwen3ForCausalLM:

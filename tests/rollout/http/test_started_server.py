@@ -202,6 +202,11 @@ def test_exit_statuses_and_logs_in_words(tmp_path: Path):
         time.sleep(0.02)
     assert describe_exit(process.exit_status() or 0) == "it ended with exit status 7"
     assert process.last_complaints() == "  (it printed nothing)"
+    with log.open("a") as more:
+        more.write(
+            "INFO [a.py:1] hint: may lead to `OSError: 24`\n(Core pid=1) ERROR [core.py:15] x.DeadError: gone\n" * 2
+        )
+    assert process.last_complaints() == "  x.DeadError: gone"
     assert describe_exit(137) == "it was killed by signal 9"
     process.stop()
 

@@ -13,7 +13,9 @@ from ratoon.rollout.engines.http import keeper
 from ratoon.types import UserError
 
 _TAIL_BYTES = 64 << 10
-_EXCEPTION = re.compile(r"\b\w*(?:Error|Exception|Interrupt)\b: .*")
+_EXCEPTION = re.compile(r"(?:^|\] +)([\w.]*(?:Error|Exception)): .+")
+"""Python's last line of a traceback, alone or behind a logger's prefix; not one that a hint quotes."""
+
 _COMPLAINT = re.compile(r"error|exception|cannot|could not|failed|killed|out of memory", re.IGNORECASE)
 _NUM_LINES = 8
 
@@ -76,7 +78,7 @@ class ServerProcess:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._start, size - _TAIL_BYTES))
             lines = [line.rstrip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-        named = [found[0] for line in lines if (found := _EXCEPTION.search(line))]
+        named = [line[found.start(1) :] for line in lines if (found := _EXCEPTION.search(line))]
         chosen = named or [line for line in lines if _COMPLAINT.search(line)] or lines
         last = list(dict.fromkeys(reversed(chosen)))[:_NUM_LINES]  # one error is printed many times
         return "\n".join(f"  {line[:300]}" for line in reversed(last)) or "  (it printed nothing)"

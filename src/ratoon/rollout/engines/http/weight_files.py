@@ -34,6 +34,7 @@ class WeightFolders:
         self._home.chmod(0o755 if parent is not None else 0o700)
         self._newest: Path | None = None
         self._num_written = 0
+        self._tied = _tied_names(model) if model.device.type == "cpu" else None
 
     @property
     def home(self) -> Path:
@@ -59,7 +60,7 @@ class WeightFolders:
             if self._model.generation_config is not None:
                 self._model.generation_config.save_pretrained(partial)
             self._tokenizer.save_pretrained(partial)
-            for index, bucket in enumerate(iter_buckets(_in_order(weights), _BUCKET_BYTES)):
+            for index, bucket in enumerate(iter_buckets(_in_order(weights, self._tied), _BUCKET_BYTES)):
                 save_file(dict(bucket), partial / f"model-{index:05d}.safetensors", metadata={"format": "pt"})
             os.rename(partial, final)
         except BaseException:
@@ -87,6 +88,8 @@ class WeightFolders:
         name = next(each.__name__ for each in type(self._model).__mro__ if each.__module__.startswith("transformers"))
         config.architectures = [name]
         config.dtype = self._model.dtype
+        if self._tied is not None:
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
         return config
 
     def _roomiest(self) -> Path:
@@ -98,11 +101,28 @@ class WeightFolders:
         return Path(tempfile.gettempdir())
 
 
-def _in_order(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _tied_names(model: PreTrainedModel) -> tuple[str, str] | None:
+    """The checkpoint names of the embedding, and of the output head where that is the same tensor.
+
+    On a CPU vLLM multiplies by a packed copy of the head, which an update of a tied embedding leaves as it was
+    (0.32.0): log-probs were 0.3 nats off. So there the head is sent as a weight of its own, and the config says so.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return None
+    names = {id(module): name for name, module in model.named_modules()}
+    return f"{names[id(embedding)]}.weight", f"{names[id(head)]}.weight"
+
+
+def _in_order(weights: Mapping[str, Tensor], tied: tuple[str, str] | None) -> Iterator[tuple[str, Tensor]]:
+    """tied: the first is given under the second name too, at once: a stream holds what was read last."""
     for name in weights:
         # A view of a larger tensor would be written with all of it, or refused.
         tensor = weights[name].detach().to("cpu")
         is_whole = (
             tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         )
-        yield name, tensor if is_whole else tensor.contiguous().clone(memory_format=torch.contiguous_format)
+        whole = tensor if is_whole else tensor.contiguous().clone(memory_format=torch.contiguous_format)
+        yield name, whole
+        if tied is not None and name == tied[0]:
+            yield tied[1], whole.clone()  # a file holds no tensor twice
