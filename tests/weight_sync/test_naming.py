@@ -58,8 +58,8 @@ def stream_of(model: PreTrainedModel) -> WeightStream:
 
 @pytest.mark.parametrize("make", MODELS)
 def test_the_stream_is_what_a_checkpoint_holds(make: Callable[[], PreTrainedModel], tmp_path: Path):
-    """SkyRL#1680: weights of experts, sent in several pieces, were silently wrong. Names, shapes and values of every
-    tensor are those of a written checkpoint, which is what engines are made to load."""
+    """SkyRL#1680, SkyRL#1737: weights of experts, sent in several pieces, were silently wrong. Names, shapes and values
+    of every tensor are those of a written checkpoint, which is what engines are made to load."""
     torch.manual_seed(0)
     model = make()
     model.save_pretrained(tmp_path)
