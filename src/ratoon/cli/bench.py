@@ -50,6 +50,14 @@ example:
 
 A group of 64 long responses that fits no microbatch, its prompt computed once; a tiny one where there is no GPU.
 """
+_ROLLOUT_EXAMPLE = """\
+example:
+  ratoon bench rollout --results benchmarks/results/rollout.jsonl
+  ratoon bench rollout --cases 135m-c256-p512-n8-r256 --ways shared,updates --peers vllm
+
+Responses to shared prompts by each engine, of random weights; small ones where there is no GPU. A name that does not
+exist is answered with those that do.
+"""
 _WEAK_SCALING_EXAMPLE = """\
 example:
   torchrun --nproc-per-node 2 -m ratoon.cli.main bench weak-scaling \\
@@ -61,7 +69,7 @@ keep/PREFETCH); a tiny one where there is no GPU.
 """
 _EXAMPLE = _POLICY_UPDATE_EXAMPLE + _ATTENTION_EXAMPLE.partition("\n")[2] + _PLANNER_EXAMPLE.partition("\n")[2]
 _EXAMPLE += _SEQUENCE_PARALLEL_EXAMPLE.partition("\n")[2] + _PREFIX_ONCE_EXAMPLE.partition("\n")[2]
-_EXAMPLE += _WEAK_SCALING_EXAMPLE.partition("\n")[2]
+_EXAMPLE += _WEAK_SCALING_EXAMPLE.partition("\n")[2] + _ROLLOUT_EXAMPLE.partition("\n")[2]
 
 
 def register(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -72,7 +80,7 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
     benches = parser.add_subparsers(
         dest="bench",
         required=True,
-        metavar="{policy-update,attention,planner,sequence-parallel,prefix-once,weak-scaling}",
+        metavar="{policy-update,attention,planner,sequence-parallel,prefix-once,weak-scaling,rollout}",
     )
     update = add_command(
         benches,
@@ -112,7 +120,7 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
         "--max-rows", type=positive, default=32_768, metavar="T", help="rows of a microbatch; at least 26,000"
     )
     long_packs = _add_sequence_parallel(benches), _add_prefix_once(benches)
-    for bench in (update, attention, planner, *long_packs, _add_weak_scaling(benches)):
+    for bench in (update, attention, planner, *long_packs, _add_weak_scaling(benches), _add_rollout(benches)):
         bench.add_argument("--results", type=Path, help="append rows to this .jsonl file")
 
 
@@ -160,6 +168,22 @@ def _add_weak_scaling(benches: "Commands[argparse.ArgumentParser]") -> argparse.
     scaling.add_argument("--ways", type=_names, metavar="A,B", help="these ways, in place of the usual one")
     scaling.add_argument("--steps", type=positive, default=3, help="timed steps of each way, the median counts")
     return scaling
+
+
+def _add_rollout(benches: "Commands[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    rollout = add_command(
+        benches,
+        "rollout",
+        "time rollout engines on shared prompts, and compare their log-probs with the trainer's",
+        example=_ROLLOUT_EXAMPLE,
+        run=_rollout,
+    )
+    for option, what in (("cases", "cases"), ("impls", "engines of ours"), ("peers", "peers"), ("ways", "ways")):
+        rollout.add_argument(
+            f"--{option}", type=_names, metavar="A,B", help=f"these {what}, in this order, in place of the usual ones"
+        )
+    rollout.add_argument("--repeats", type=positive, default=2, help="timed runs of each way, the best counts")
+    return rollout
 
 
 def _add_choices(parser: argparse.ArgumentParser, ours: str, timed: str, *, default_ms: int) -> None:
@@ -303,6 +327,25 @@ def _prefix_once(known: argparse.Namespace, _: Sequence[str]) -> int:
     outcome = bench_prefix_once(
         cases=known.cases,
         budget_s=known.budget_ms / 1e3,
+        command=_command_line(),
+        results=known.results,
+        say=_say,
+    )
+    return 1 if outcome.failed else 0
+
+
+def _rollout(known: argparse.Namespace, _: Sequence[str]) -> int:
+    """Runs the benchmark and says what it finds. Exits 1 where a result was wrong or one of ours broke."""
+    from ratoon.bench.rollout import bench_rollout
+    from ratoon.bench.rows import check_results
+
+    check_results(known.results)
+    outcome = bench_rollout(
+        cases=known.cases,
+        impls=known.impls,
+        peers=known.peers,
+        ways=known.ways,
+        repeats=known.repeats,
         command=_command_line(),
         results=known.results,
         say=_say,

@@ -105,37 +105,16 @@ def build_reads(
     assert most_B.max(initial=0) <= own_width * block_tokens, "a response is longer than its blocks"
     members_U = np.bincount(prompt_of_B, minlength=num_prompts)
     assert (members_U > 0).all() and (np.diff(prompt_of_B) >= 0).all(), "responses do not stand in their prompts' order"
-    first_member_U = np.cumsum(members_U) - members_U
-    splits_U = -(-prompt_tokens_U // split_keys)
-    prompt_I, index_I = _repeated(splits_U * -(-members_U // max_members))
-    chunk_I, split_I = np.divmod(index_I, splits_U[prompt_I])
-    before_I = chunk_I * max_members
-    shared = (
-        first_member_U[prompt_I] + before_I,
-        np.minimum(members_U[prompt_I] - before_I, max_members),
-        prompt_I * prompt_width,
-        split_I * split_keys,
-        prompt_I,
-        np.zeros_like(prompt_I),
-        split_I,
-    )
-    splits_B = -(-most_B // split_keys)
+    splits_U, splits_B = -(-prompt_tokens_U // split_keys), -(-most_B // split_keys)
     own_table_B = prompt_table_UX.size + np.arange(num_rows) * own_width
     row_I, split_I = _repeated(splits_B)
-    own = (
-        row_I,
-        np.ones_like(row_I),
-        own_table_B[row_I],
-        split_I * split_keys,
-        row_I,
-        row_I,
-        splits_U[prompt_of_B[row_I]] + split_I,
-    )
+    slot_I = splits_U[prompt_of_B[row_I]] + split_I
+    own = (row_I, np.ones_like(row_I), own_table_B[row_I], split_I * split_keys, row_I, row_I, slot_I)
     return PagedReads(
         block_tokens=block_tokens,
         split_keys=split_keys,
         blocks_F=np.concatenate([prompt_table_UX.ravel(), own_table_BX.ravel()]),
-        shared_I=np.stack(shared, axis=1).astype(np.int32),
+        shared_I=_shared_items(members_U, splits_U, prompt_width, split_keys, max_members),
         own_I=np.stack(own, axis=1).astype(np.int32),
         prompt_tokens_U=prompt_tokens_U,
         own_tokens_B=own_tokens_B,
@@ -143,6 +122,20 @@ def build_reads(
         first_position_B=prompt_tokens_U[prompt_of_B],
         num_slots_B=(splits_U[prompt_of_B] + splits_B).astype(np.int32),
     )
+
+
+def _shared_items(
+    members_U: NDArray[np.int64], splits_U: NDArray[np.int32], prompt_width: int, split_keys: int, max_members: int
+) -> NDArray[np.int32]:
+    """[I, 7]: each split of each prompt, once for every `max_members` of its responses."""
+    prompt_I, index_I = _repeated(splits_U * -(-members_U // max_members))
+    chunk_I, split_I = np.divmod(index_I, splits_U[prompt_I])
+    before_I = chunk_I * max_members
+    first_member_I = (np.cumsum(members_U) - members_U)[prompt_I] + before_I
+    num_members_I = np.minimum(members_U[prompt_I] - before_I, max_members)
+    table_I, zero_I = prompt_I * prompt_width, np.zeros_like(prompt_I)
+    items = (first_member_I, num_members_I, table_I, split_I * split_keys, prompt_I, zero_I, split_I)
+    return np.stack(items, axis=1).astype(np.int32)
 
 
 def _repeated(counts: NDArray[np.integer[Any]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

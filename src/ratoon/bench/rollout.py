@@ -1,0 +1,339 @@
+"""Rollout engines on the same prompts: tokens a second, and how far their log-probs are from the trainer's.
+
+Ways of one engine:
+
+- `shared`: groups of N responses, all of the same length.
+- `replicated`: as many responses, each with a prompt of its own; the engine is not told that they are equal.
+- `natural`: groups whose responses end by chance, after half of the longest length on average.
+- `updates`: `shared`, with new weights every 20 tokens. (They are the same weights, under a new version.)
+
+No speed is reported where log-probs differ from the trainer's by more than rounding, or where a response is lost, given
+twice, or has versions that fall.
+"""
+
+# Shape letters: P prompt tokens, R response tokens, N responses of a group, M scored tokens.
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ratoon.bench import choosing
+from ratoon.bench.outcome import Outcome, WrongResultError, free_memory
+from ratoon.bench.policy_update import cases as update_cases
+from ratoon.bench.policy_update.random_model import decoder_config
+from ratoon.bench.rows import BenchRow, append_rows
+from ratoon.layout import pack_groups
+from ratoon.models import FreshModelConfig, attach, forward_logprobs, fresh_tokenizer
+from ratoon.rollout import RolloutConfig, RolloutEngine, build_engine
+from ratoon.types import Prompt, RolloutGroup, SamplingParams
+
+Way = Literal["shared", "replicated", "natural", "updates"]
+
+OURS = ("paged",)
+PEERS = ("transformers", "vllm")
+
+UPDATE_TOKENS = 20
+"""Tokens of each response between two updates of weights."""
+
+LOGPROB_GAP = {torch.bfloat16: 0.03, torch.float32: 1e-3}
+"""Mean absolute, in nats. A wrong key or position makes it a tenth or more."""
+
+_SCORED_ROWS = 16_384
+_SEED = 0
+_LABEL_WIDTH = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCase:
+    """`concurrency` responses of R tokens to prompts of P, N to each."""
+
+    name: str
+    model: str
+    config: Callable[[], PreTrainedConfig]
+    concurrency: int
+    P: int
+    N: int
+    R: int
+    needs_gpu: bool = True
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """The `case` of a result row."""
+        return {"model": self.model, "concurrency": self.concurrency, "P": self.P, "N": self.N, "R": self.R}
+
+    def prompts(self, vocab_size: int) -> list[Prompt]:
+        """Random tokens; one for each group."""
+        rng = np.random.default_rng(_SEED)
+        return [Prompt(f"p{index}", rng.integers(0, vocab_size, self.P)) for index in range(self.concurrency // self.N)]
+
+
+def _smollm2() -> PreTrainedConfig:
+    return LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49_152,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+        tie_word_embeddings=True,
+    )
+
+
+def _qwen3_1_7b() -> PreTrainedConfig:
+    return decoder_config(update_cases.CASES["1.7b-p8192-r512-n16"].decoder)
+
+
+def _tiny() -> PreTrainedConfig:
+    return decoder_config(update_cases.CASES["tiny"].decoder)
+
+
+_CASES = (
+    RolloutCase(
+        name="135m-c256-p512-n8-r256", model="SmolLM2-135M", config=_smollm2, concurrency=256, P=512, N=8, R=256
+    ),
+    RolloutCase(
+        name="1.7b-c256-p512-n8-r256", model="Qwen3-1.7B", config=_qwen3_1_7b, concurrency=256, P=512, N=8, R=256
+    ),
+    # 64, because as many copies of the prompt must fit beside one another: 65 GiB of keys.
+    RolloutCase(
+        name="1.7b-c64-p8192-n16-r512", model="Qwen3-1.7B", config=_qwen3_1_7b, concurrency=64, P=8192, N=16, R=512
+    ),
+    RolloutCase(
+        name="135m-c16-p128-n8-r32",
+        model="SmolLM2-135M", config=_smollm2, concurrency=16, P=128, N=8, R=32, needs_gpu=False,
+    ),
+    RolloutCase(
+        name="tiny", model="tiny-Qwen3", config=_tiny, concurrency=12, P=37, N=4, R=61, needs_gpu=False
+    ),
+)  # fmt: skip
+CASES = {case.name: case for case in _CASES}
+
+
+def bench_rollout(
+    *,
+    cases: Sequence[str] | None = None,
+    impls: Sequence[str] | None = None,
+    peers: Sequence[str] | None = None,
+    ways: Sequence[str] | None = None,
+    repeats: int,
+    command: str,
+    results: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> Outcome:
+    """Checks and times each case in each way, with each engine.
+
+    None takes the usual ones: of the machine's cases, ours among engines, every way. repeats: timed runs of a way; the
+    best counts. Raises UserError for a name that does not exist, before anything runs.
+    """
+    has_gpu = torch.cuda.is_available()
+    names = cases or [case.name for case in CASES.values() if case.needs_gpu == has_gpu]
+    chosen = choosing.choose_cases(names, CASES, "rollout", has_gpu=has_gpu)
+    engines = [*choosing.choose_names(impls, OURS, OURS, "engine of ours")]
+    engines += choosing.choose_names(peers, PEERS, () if has_gpu else ("transformers",), "engine of others")
+    in_ways = cast(list[Way], choosing.choose_names(ways, get_args(Way), get_args(Way), "way"))
+    device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
+    outcome = Outcome()
+    for case in chosen:
+        say(
+            f"{case.name}: {case.model}, {case.concurrency} responses of {case.R:,} tokens, "
+            f"{case.N} to each prompt of {case.P:,}"
+        )
+        model = _build_model(case, device)
+        for name in engines:
+            run = _EngineRun(case=case, model=model, engine_name=name, repeats=repeats, command=command)
+            for way in in_ways:
+                label = f"{name} {way}"
+                with outcome.noting(case.name, label, say, is_ours=name in OURS, width=_LABEL_WIDTH):
+                    row = asyncio.run(run.measure(way))
+                    say(_line(label, row))
+                    outcome.rows.append(row)
+                    if results is not None:
+                        append_rows(results, [row])
+                free_memory()
+        del model
+        torch.compiler.reset()
+        free_memory()
+    return outcome
+
+
+def _build_model(case: RolloutCase, device: torch.device) -> PreTrainedModel:
+    """Random weights of the device's usual dtype, attached."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(_SEED)
+        return attach(AutoModelForCausalLM.from_config(case.config(), dtype=dtype)).eval()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """All responses, once."""
+
+    seconds: float
+    groups: list[RolloutGroup]
+    num_updates: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sum(group.response_lengths) for group in self.groups)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+class _EngineRun:
+    """One case with one engine."""
+
+    def __init__(
+        self, *, case: RolloutCase, model: PreTrainedModel, engine_name: str, repeats: int, command: str
+    ) -> None:
+        self.case = case
+        self.model = model
+        self.engine_name = engine_name
+        self.repeats = repeats
+        self.command = command
+        self.tokenizer: PreTrainedTokenizerBase = fresh_tokenizer(FreshModelConfig())
+        self.is_cuda = model.device.type == "cuda"
+        self.generate_s: dict[Way, float] = {}
+        """Best of each way so far."""
+
+    async def measure(self, way: Way) -> BenchRow:
+        """Raises WrongResultError where a check is red."""
+        case = self.case
+        self._end_by_chance(way == "natural")
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats(self.model.device)
+        before = torch.cuda.memory_allocated(self.model.device) if self.is_cuda else 0
+        engine = build_engine(self._config(), self.model, self.tokenizer)
+        try:
+            started = time.perf_counter()
+            await self._generate(engine, way, step=0, max_tokens=case.R)
+            first_call_s = time.perf_counter() - started
+            peak = torch.cuda.max_memory_allocated(self.model.device) - before if self.is_cuda else None
+            first_tokens = await self._timed(engine, way, step=1, max_tokens=1)
+            if way == "updates" and "shared" not in self.generate_s:  # it says how long 20 tokens take
+                undisturbed = await self._timed(engine, "shared", step=1, max_tokens=case.R)
+                self.generate_s["shared"] = undisturbed.seconds
+            samples: list[_Sample] = []
+            for step in range(2, 2 + self.repeats):
+                samples.append(await self._timed(engine, way, step=step, max_tokens=case.R))
+                _check_complete(samples[-1].groups, case, way)
+        finally:
+            await engine.close()
+        best = max(samples, key=lambda sample: sample.tokens_per_s)
+        gaps = self._logprob_gaps(best.groups)
+        self.generate_s[way] = best.seconds
+        figures: dict[str, float | int | str | bool | None] = {
+            "way": way,
+            "tokens_per_s": best.tokens_per_s,
+            "generate_s": best.seconds,
+            "first_tokens_s": first_tokens.seconds,
+            "first_call_s": first_call_s,
+            "num_tokens": best.num_tokens,
+            "engine_peak_gib": None if peak is None else peak / 2**30,
+            "num_updates": best.num_updates,
+            **gaps,
+            "timing": "wall clock of all responses together, prompts included; the best of the repeats counts",
+        }
+        return BenchRow(
+            bench="rollout",
+            case=case.key,
+            impl=self.engine_name,
+            layout="replicated" if way == "replicated" else "shared",
+            peer=self.engine_name in PEERS,
+            figures=figures,
+            command=self.command,
+        )
+
+    def _config(self) -> RolloutConfig:
+        case = self.case
+        return RolloutConfig.model_validate(
+            {
+                "engine": self.engine_name,
+                "prompts_per_step": case.concurrency // case.N,
+                "group_size": case.N,
+                "max_response_tokens": case.R,
+                "max_concurrent_responses": case.concurrency,
+            }
+        )
+
+    def _end_by_chance(self, ends: bool) -> None:
+        """Tokens of random weights are about equally likely: 2 in R of them as ends make R / 2 the mean length."""
+        num_ends = max(1, round(2 * self.model.config.vocab_size / self.case.R)) if ends else 0
+        assert self.model.generation_config is not None, "transformers gives every decoder one"
+        self.model.generation_config.eos_token_id = list(range(num_ends)) or [-1]  # no token, and not the tokenizer's
+
+    async def _timed(self, engine: RolloutEngine, way: Way, *, step: int, max_tokens: int) -> "_Sample":
+        period_s = self.generate_s.get("shared", 0.0) * UPDATE_TOKENS / self.case.R
+        started = time.perf_counter()
+        generating = asyncio.ensure_future(self._generate(engine, way, step=step, max_tokens=max_tokens))
+        num_updates = 0
+        while way == "updates" and max_tokens > 1:
+            done, _ = await asyncio.wait([generating], timeout=period_s)
+            if done:
+                break
+            await engine.update_weights(self.model.state_dict(), engine.policy_version + 1)
+            num_updates += 1
+        groups = await generating
+        return _Sample(time.perf_counter() - started, groups, num_updates)
+
+    async def _generate(self, engine: RolloutEngine, way: Way, *, step: int, max_tokens: int) -> list[RolloutGroup]:
+        case = self.case
+        sampling = SamplingParams(temperature=1.0, max_response_tokens=max_tokens, seed=_SEED)
+        prompts, group_size = case.prompts(self.model.config.vocab_size), case.N
+        if way == "replicated":
+            copies = [Prompt(f"{prompt.id}-{n}", prompt.token_ids) for prompt in prompts for n in range(case.N)]
+            prompts, group_size = copies, 1
+        calls = (engine.generate(prompt, group_size=group_size, sampling=sampling, step=step) for prompt in prompts)
+        return list(await asyncio.gather(*calls))
+
+    def _logprob_gaps(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Of the first groups, up to a number of rows. Raises WrongResultError over `LOGPROB_GAP`."""
+        scored: list[RolloutGroup] = []
+        for group in groups:
+            scored.append(group)
+            if sum(g.prompt.num_tokens + sum(g.response_lengths) for g in scored) >= _SCORED_ROWS:
+                break
+        with torch.no_grad():
+            trainer_M = forward_logprobs(self.model, pack_groups(scored))[0].float().cpu().numpy()
+        rollout = [response.rollout_logprobs for group in scored for response in group.responses]
+        assert all(logprobs is not None for logprobs in rollout), "the engine gave no log-probs"
+        gap_M = np.abs(trainer_M - np.concatenate([logprobs for logprobs in rollout if logprobs is not None]))
+        mean, allowed = float(gap_M.mean()), LOGPROB_GAP[self.model.dtype]
+        if not mean <= allowed:
+            raise WrongResultError(f"log-probs out by {mean:.3g} of the trainer's on average (allowed {allowed:.0e})")
+        return {"mean_abs_logprob_gap": mean, "max_abs_logprob_gap": float(gap_M.max())}
+
+
+def _check_complete(groups: Sequence[RolloutGroup], case: RolloutCase, way: Way) -> None:
+    """Raises WrongResultError where a response is missing, too short, or has versions that fall."""
+    responses = [response for group in groups for response in group.responses]
+    if len(responses) != case.concurrency:
+        raise WrongResultError(f"{len(responses)} responses came back of {case.concurrency}")
+    if len({group.prompt.id for group in groups}) != len(groups):
+        raise WrongResultError("two groups came back for one prompt")
+    for response in responses:
+        if way != "natural" and response.num_tokens != case.R:
+            raise WrongResultError(f"a response has {response.num_tokens} tokens instead of {case.R}")
+        if response.policy_versions is None or (np.diff(response.policy_versions) < 0).any():
+            raise WrongResultError("the versions of a response's tokens fall, or are missing")
+
+
+def _line(label: str, row: BenchRow) -> str:
+    figures = row.figures
+    memory = figures["engine_peak_gib"]
+    return (
+        f"  {label:<{_LABEL_WIDTH}} {figures['tokens_per_s']:>9,.0f} tokens/s, first tokens after "
+        f"{figures['first_tokens_s']:.3f} s, log-probs out by {figures['mean_abs_logprob_gap']:.2g}"
+        + (f", {memory:.1f} GiB" if memory is not None else "")
+        + (f", {figures['num_updates']} updates" if figures["num_updates"] else "")
+    )

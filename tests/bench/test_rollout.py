@@ -1,0 +1,60 @@
+"""`ratoon bench rollout`: what it writes, and that a wrong engine gets no speed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ratoon.bench.rollout import CASES
+from ratoon.cli.main import main
+from ratoon.rollout.engines.drawing import draw_tokens as right_draw
+from ratoon.rollout.engines.paged import batch
+
+torch.set_num_threads(1)
+TINY = ["bench", "rollout", "--cases", "tiny", "--repeats", "1"]
+
+
+def test_rows_have_the_names_of_the_design(tmp_path: Path):
+    results = tmp_path / "rollout.jsonl"
+    assert main([*TINY, "--results", str(results)]) == 0
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    ways = ["shared", "replicated", "natural", "updates"]
+    assert [(row["impl"], row["way"]) for row in rows] == [(i, w) for i in ("paged", "transformers") for w in ways]
+    case = CASES["tiny"]
+    for row in rows:
+        assert row["case"] == {"model": "tiny-Qwen3", "concurrency": 12, "P": case.P, "N": case.N, "R": case.R}
+        assert row["peer"] == (row["impl"] == "transformers")
+        assert row["layout"] == ("replicated" if row["way"] == "replicated" else "shared")
+        assert row["tokens_per_s"] == pytest.approx(row["num_tokens"] / row["generate_s"])
+        assert (row["num_tokens"] == 12 * case.R) == (row["way"] != "natural")
+        assert (row["num_updates"] > 0) == (row["way"] == "updates")
+        assert 0 < row["mean_abs_logprob_gap"] < 1e-5 and row["first_tokens_s"] > 0
+
+
+def test_a_wrong_engine_gets_no_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def wrong(drafts, logits_BV: torch.Tensor):
+        token_B, logprob_B = right_draw(drafts, logits_BV)
+        return token_B, logprob_B - 0.1
+
+    monkeypatch.setattr(batch, "draw_tokens", wrong)
+    results = tmp_path / "rollout.jsonl"
+    assert main([*TINY, "--ways", "shared", "--peers", "none", "--results", str(results)]) == 1
+    assert not results.exists()
+    assert "WRONG, no speed is reported: log-probs out by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ways", "fast"], "no such way: fast; there are shared, replicated"),
+        (["--peers", "sglang"], "no such engine of others: sglang"),
+        (["--cases", "135m-c256-p512-n8-r256"], "too large for a CPU"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is not too small")
+def test_wrong_choices_are_answered(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "rollout", *arguments]) == 2
+    assert words in capsys.readouterr().err
