@@ -66,7 +66,7 @@ class ServerLink:
         self._config = config
         self._folders = folders
         self._gpu = gpu
-        self._log = log or Path(tempfile.mkdtemp(prefix="ratoon-server-")) / "server.log"
+        self._log = log or Path(tempfile.gettempdir()) / f"ratoon-server-{os.getpid()}.log"
         self._process: ServerProcess | None = None
         self._url = config.url
         self._connection: tuple[asyncio.AbstractEventLoop, Transport, ServerProtocol] | None = None
