@@ -31,7 +31,7 @@ class VllmEngine(InProcessEngine[VllmBatch]):
     """
 
     def __init__(self, config: RolloutConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """model: whose weights are served until `update_weights` gives others; its dtype is vLLM's.
+        """model: whose weights are served until `update_weights` gives others.
 
         Takes the seconds that vLLM needs to start. Raises UserError for what it cannot do exactly, RolloutError where
         it does not start.
@@ -150,4 +150,5 @@ class VllmEngine(InProcessEngine[VllmBatch]):
 def _start(config: RolloutConfig, model: PreTrainedModel) -> "VllmCore":
     from ratoon.rollout.engines.vllm.core import VllmCore  # imports vLLM
 
-    return VllmCore(model, config.vllm, config.max_concurrent_responses, model.dtype)
+    dtype = torch.float32 if config.vllm.dtype == "float32" else model.dtype
+    return VllmCore(model, config.vllm, config.max_concurrent_responses, dtype)
