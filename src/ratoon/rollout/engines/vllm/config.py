@@ -25,8 +25,8 @@ class VllmConfig(BaseModel):
     """No compilation and no CUDA graphs: slower tokens, an earlier first one. Absent: on a CPU yes, on a GPU no."""
 
     dtype: Literal["model", "float32"] = "model"
-    """What vLLM computes in. "float32" holds 16-bit weights in twice the memory, and leaves of the difference to a 16-bit
-    trainer's log-probs the trainer's own rounding alone."""
+    """What vLLM computes in. "float32" holds 16-bit weights in twice the memory, and leaves of the difference to a
+    16-bit trainer's log-probs the trainer's own rounding alone."""
 
     head_dtype: Literal["float32", "model"] = "float32"
     """Of the logits. Those of a 16-bit model are rounded to steps of up to 0.1 nats in its own dtype, and the trainer's
