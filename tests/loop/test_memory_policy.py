@@ -13,11 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.loop.tiny_run import TinyRun
+from tests.rollout.paged.fake import FakeRunner
 
 from ratoon.config import load_recipe
 from ratoon.config.recipe import Recipe
 from ratoon.layout import pack_groups
 from ratoon.loop.device_memory import DeviceMemory
+from ratoon.loop.dry_run import dry_run
 from ratoon.loop.memory_policy import (
     FASTEST_FIRST,
     MemoryChoice,
@@ -27,10 +29,14 @@ from ratoon.loop.memory_policy import (
 )
 from ratoon.loop.memory_watch import MemoryWatch, StepMemory
 from ratoon.loop.ranks import cuts_model
-from ratoon.loop.run_memory import RunMemory, row_counts
+from ratoon.loop.run_memory import RunMemory, left_by_engine, row_counts
 from ratoon.loop.stages import plan_updates
+from ratoon.models import FreshModelConfig, fresh_tokenizer
 from ratoon.planner import CostModel
 from ratoon.planner.memory_sizes import WHOLE, GenerationSize, MicrobatchSize, RecomputeMode, WeightsInMemory
+from ratoon.rollout.drafts import Ending, GroupDraft, PolicyStamp
+from ratoon.rollout.engines.paged.batch import PagedBatch
+from ratoon.rollout.stopping import StopStrings
 from ratoon.types import ModelShape, Prompt, Response, RolloutGroup, UserError
 
 GIB = 1 << 30
@@ -256,3 +262,38 @@ def test_a_run_goes_on_with_another_mode(tiny: TinyRun):
     assert tiny.train("--trainer.num_steps=1").status == 0
     assert tiny.train("--trainer.num_steps=2", "--model.recompute=full").status == 0
     assert "memory: recompute full (as the recipe says)" in (tiny.run_dir / "run.log").read_text()
+
+
+@pytest.mark.parametrize("cache_tokens", [None, 1_000])
+@pytest.mark.parametrize("max_concurrent", [3, 100])
+def test_the_paged_engines_cache_is_what_it_makes(tiny: TinyRun, max_concurrent: int, cache_tokens: int | None):
+    overrides = ["--rollout.engine=paged", f"--rollout.max_concurrent_responses={max_concurrent}"]
+    overrides += [] if cache_tokens is None else [f"--rollout.cache_tokens={cache_tokens}"]
+    recipe = recipe_with(tiny, *overrides)
+    plan = dry_run(recipe, recipe_dir=tiny.folder)
+    assert plan.memory is not None
+    rollout, longest = recipe.rollout, plan.data.lengths.maximum
+    tokenizer = fresh_tokenizer(FreshModelConfig())
+    stamp = PolicyStamp()
+    batch = PagedBatch(FakeRunner(64, 4096, stamp, False, 8), max_concurrent, rollout.cache_tokens)
+    for index in range(rollout.prompts_per_step):
+        group = GroupDraft.start(
+            Prompt(index, np.ones(longest, np.int64)),
+            rollout.group_size,
+            rollout.sampling_params(0),
+            step=0,
+            ending=Ending(frozenset(), StopStrings((), tokenizer), rollout.max_response_tokens),
+            stamp=stamp,
+            max_support_ids=10,
+        )
+        batch.add(group)
+    batch.step()
+    assert batch.num_blocks * 64 <= plan.memory.generation.cache_tokens <= (batch.num_blocks + 2) * 64
+
+
+def test_vllm_keeps_its_share_of_a_gpu(tiny: TinyRun):
+    recipe = recipe_with(tiny, "--rollout.engine=vllm", "--rollout.vllm.gpu_memory_utilization=0.25")
+    assert left_by_engine(gpu(100), recipe).usable_bytes == gpu(100).usable_bytes - 25 * GIB
+    assert left_by_engine(gpu(100), recipe_with(tiny)) == gpu(100)
+    asleep = recipe_with(tiny, "--rollout.engine=vllm", "--rollout.vllm.sleep=1")
+    assert left_by_engine(gpu(100), asleep) == gpu(100)

@@ -16,7 +16,7 @@ from ratoon.loop.inputs import check_attention, load_inputs
 from ratoon.loop.memory_policy import choose_recompute, fitting_mode
 from ratoon.loop.mesh import MeshShape
 from ratoon.loop.ranks import cuts_model
-from ratoon.loop.run_memory import RunMemory
+from ratoon.loop.run_memory import RunMemory, left_by_engine
 from ratoon.loop.run_state import RunState, peek_run_folder
 from ratoon.metrics.sinks import check_sinks
 from ratoon.models import ModelPreview, preview_model
@@ -166,7 +166,7 @@ def dry_run(recipe: Recipe, *, recipe_dir: Path, num_ranks: int = 1) -> DryRun:
             on_cuda=device_type == "cuda",
             num_ranks=num_ranks if cuts_model(recipe, num_ranks) else 1,
         ),
-        device=DeviceMemory.here(torch.device(device_type)) if is_here else None,
+        device=left_by_engine(DeviceMemory.here(torch.device(device_type)), recipe) if is_here else None,
         checkpoint_bytes=_checkpoint_bytes(recipe, model),
         run=peek_run_folder(recipe, has_heldout=bool(prompts.heldout)),
     )

@@ -23,7 +23,7 @@ from ratoon.loop.mesh import MeshShape, join_sequence_group
 from ratoon.loop.ranks import cuts_model, joined, open_shared_run_folder, run_view
 from ratoon.loop.reference import build_reference, keep_reference
 from ratoon.loop.run_folder import RunFolder
-from ratoon.loop.run_memory import RunMemory
+from ratoon.loop.run_memory import RunMemory, left_by_engine
 from ratoon.loop.stop_rules import EXIT_STOPPED
 from ratoon.loop.synchronous import SynchronousRun
 from ratoon.metrics import MetricsLog, read_metrics
@@ -128,7 +128,7 @@ def _load_run(
     """The run with its model and engine, before its first step."""
     device = resolve_device(recipe.trainer.device)
     devices = on_each(ranks, "memory of every rank", lambda: DeviceMemory.here(device))
-    fullest = min(devices, key=lambda found: found.usable_bytes)
+    fullest = left_by_engine(min(devices, key=lambda found: found.usable_bytes), recipe)
     choice = on_main(ranks, "choice by memory", lambda: _choose_recompute(recipe, inputs, fullest, ranks))
     view.say(choice.sentence)
     if choice.warning is not None:

@@ -8,12 +8,15 @@ from math import ceil
 
 from ratoon.config.recipe import Recipe
 from ratoon.data import DataReport
+from ratoon.loop.device_memory import DeviceMemory
 from ratoon.models import ModelPreview
 from ratoon.models.load import DTYPES
 from ratoon.models.outline import ModelOutline
 from ratoon.planner.memory import MemoryEstimate, estimate_memory
 from ratoon.planner.memory_sizes import GenerationSize, MicrobatchSize, RecomputeMode, Shards, WeightsInMemory
 from ratoon.rollout.engines.cache_budget import BLOCK_TOKENS, CacheLayout
+from ratoon.rollout.engines.paged.sizes import BLOCK_TOKENS as PAGED_BLOCK_TOKENS
+from ratoon.rollout.engines.paged.sizes import STEPS_TOGETHER
 from ratoon.trainer import Update
 from ratoon.types.model_shape import ModelShape
 
@@ -69,10 +72,7 @@ class RunMemory:
                 is_optimizer_on_host=recipe.trainer.offload_optimizer,
                 has_eight_bit_moments=recipe.trainer.optimizer_states == "8bit",
             ),
-            generation=GenerationSize(
-                cache_tokens=_cache_tokens(recipe, model.shape, data),
-                num_concurrent=min(recipe.rollout.max_concurrent_responses, _most_open_responses(recipe, data)),
-            ),
+            generation=_generation(recipe, model.shape, data),
             worst=replace(
                 _worst_microbatch(recipe, data, keeps_prompts=num_ranks == 1 and num_sharers == 1),
                 has_qk_norm=outline.has_qk_norm,
@@ -160,8 +160,41 @@ def _most_open_responses(recipe: Recipe, data: DataReport) -> int:
     return max(recipe.rollout.responses_per_step, data.num_heldout * recipe.evaluation.group_size)
 
 
+def _generation(recipe: Recipe, shape: ModelShape, data: DataReport) -> GenerationSize:
+    """Nothing for engines with a model of their own: a server's memory is its own, and `left_by_engine` has vLLM's."""
+    if recipe.rollout.engine not in ("transformers", "paged"):
+        return GenerationSize()
+    is_paged = recipe.rollout.engine == "paged"
+    return GenerationSize(
+        cache_tokens=_paged_cache_tokens(recipe, data) if is_paged else _cache_tokens(recipe, shape, data),
+        num_concurrent=min(recipe.rollout.max_concurrent_responses, _most_open_responses(recipe, data)),
+    )
+
+
+def left_by_engine(device: DeviceMemory, recipe: Recipe) -> DeviceMemory:
+    """What a rollout engine that takes a share of the GPU for itself, and keeps it, leaves of the device."""
+    vllm = recipe.rollout.vllm
+    if recipe.rollout.engine != "vllm" or vllm.sleep or device.device_type != "cuda":
+        return device
+    taken = int(vllm.gpu_memory_utilization * device.total_bytes)
+    return replace(device, usable_bytes=max(device.usable_bytes - taken, 0))
+
+
+def _paged_cache_tokens(recipe: Recipe, data: DataReport) -> int:
+    """As the engine of single responses makes its cache, with all layers alike."""
+    rollout = recipe.rollout
+    if rollout.cache_tokens is not None:
+        return rollout.cache_tokens // PAGED_BLOCK_TOKENS * PAGED_BLOCK_TOKENS
+    num_open = min(rollout.max_concurrent_responses, _most_open_responses(recipe, data))
+    num_together = min(rollout.group_size, rollout.max_concurrent_responses)
+    prompt_blocks = ceil(data.lengths.maximum / PAGED_BLOCK_TOKENS)
+    own_blocks = ceil((rollout.max_response_tokens + STEPS_TOGETHER) / PAGED_BLOCK_TOKENS)
+    num_blocks = ceil(num_open * (own_blocks + prompt_blocks / num_together)) + prompt_blocks
+    return num_blocks * PAGED_BLOCK_TOKENS
+
+
 def _cache_tokens(recipe: Recipe, shape: ModelShape, data: DataReport) -> int:
-    """Tokens of the rollout engine's cache, averaged over layers, once its longest prompts have come."""
+    """Tokens of continuous batching's cache, averaged over layers, once its longest prompts have come."""
     rollout = recipe.rollout
     layout = _cache_layout(shape)
     if rollout.cache_tokens is not None:

@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,8 +116,7 @@ async def roll_out(
     """
     rollout, wanted = recipe.rollout, recipe.rollout.prompts_per_step
     if rollout.max_new_tokens_per_step is not None:
-        enter("generate")
-        with metrics.span("generate"):
+        with _phase("generate", enter, metrics):
             drawn = await roll_out_parts(
                 step,
                 waiting=waiting,
@@ -126,8 +126,7 @@ async def roll_out(
                 engine=engine,
                 ranks=ranks,
             )
-        enter("reward")
-        with metrics.span("reward"):
+        with _phase("reward", enter, metrics):
             return await _scored_parts(drawn, rewards, rollout)
     sampling = rollout.sampling_params(recipe.run.seed)
     seen: Counter[str | int] = Counter()
@@ -135,20 +134,26 @@ async def roll_out(
     teaching: list[RolloutGroup] = []
     num_groups_asked, num_prompts = 0, wanted
     for _ in range(recipe.algorithm.max_sampling_rounds or 1):
-        enter("generate")
-        with metrics.span("generate"):
+        with _phase("generate", enter, metrics):
             taken = tell_apart(prompts.take(num_prompts), seen)
             generated = await generate_groups(
                 engine, taken, group_size=rollout.group_size, sampling=sampling, step=step, ranks=ranks
             )
-        enter("reward")
-        with metrics.span("reward"):
+        with _phase("reward", enter, metrics):
             parts.append(await rewards.score([group for group in generated if group.group_size]))
         num_groups_asked += num_prompts
         teaching += [group for group in parts[-1].groups if group.group_size and _teaches(group, recipe)]
         if len(teaching) >= wanted:
             break
         num_prompts = _num_prompts_next(wanted - len(teaching), len(teaching) / num_groups_asked, most=wanted)
+    return _joined(parts, teaching, num_groups_asked, recipe)
+
+
+def _joined(
+    parts: Sequence[ScoredGroups], teaching: Sequence[RolloutGroup], num_groups_asked: int, recipe: Recipe
+) -> StepRollout:
+    """What all rounds of a step sampled."""
+    rollout, wanted = recipe.rollout, recipe.rollout.prompts_per_step
     scored = merge(parts)
     whole = [group for group in scored.groups if group.group_size]
     return StepRollout(
@@ -161,6 +166,13 @@ async def roll_out(
         num_teaching=min(len(teaching), wanted) if recipe.algorithm.dynamic_sampling else None,
         num_generated_tokens=sum(sum(group.response_lengths) for group in scored.groups),
     )
+
+
+@contextmanager
+def _phase(name: str, enter: Callable[[str], None], metrics: MetricsLog) -> Iterator[None]:
+    enter(name)
+    with metrics.span(name):
+        yield
 
 
 async def _scored_parts(drawn: PartialRollout, rewards: Scores, rollout: RolloutConfig) -> StepRollout:

@@ -21,12 +21,9 @@ from ratoon.rollout.engines.paged.block_attention import PagedPass
 from ratoon.rollout.engines.paged.block_cache import BlockCache
 from ratoon.rollout.engines.paged.decode_state import DecodeState, hidden_of
 from ratoon.rollout.engines.paged.prefill import Prefill
-from ratoon.rollout.engines.paged.runner import BLOCK_TOKENS, DecodeRows, DrawnTokens, Draws, PrefillPiece
+from ratoon.rollout.engines.paged.runner import DecodeRows, DrawnTokens, Draws, PrefillPiece
+from ratoon.rollout.engines.paged.sizes import BLOCK_TOKENS, STEPS_TOGETHER
 from ratoon.rollout.engines.paged.step_graphs import StepGraphs, padded_rows
-
-STEPS_TOGETHER = 8
-"""Tokens drawn before the host looks at them: looking takes about as long as drawing one. A response that ends among
-them wastes half of them on average."""
 
 
 class KernelRunner:

@@ -14,10 +14,6 @@ from torch import Tensor
 
 from ratoon.rollout.draws import sample_tokens, uniform_draws
 
-BLOCK_TOKENS = 64
-"""Tokens of one cache block. A response begins in a block of its own, so half a block is lost with each, and with each
-prompt; smaller blocks make for longer tables and shorter reads."""
-
 
 @dataclass(frozen=True, slots=True)
 class PrefillPiece:

@@ -17,13 +17,13 @@ from ratoon.rollout.engines.paged.block_cache import BlockCache
 from ratoon.rollout.engines.paged.gathered_decode import GatheredDecode
 from ratoon.rollout.engines.paged.prefill import Prefill
 from ratoon.rollout.engines.paged.runner import (
-    BLOCK_TOKENS,
     DecodeRows,
     DrawnTokens,
     Draws,
     PrefillPiece,
     draw_in_turn,
 )
+from ratoon.rollout.engines.paged.sizes import BLOCK_TOKENS
 
 
 class TorchRunner:
