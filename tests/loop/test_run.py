@@ -374,10 +374,10 @@ def test_final_page_of_a_stopped_run_has_its_latest_evaluation(tiny: TinyRun):
 def test_failing_engine_ends_the_run_with_its_cause(tiny: TinyRun, undisturbed: Path, monkeypatch: pytest.MonkeyPatch):
     generate = TransformersEngine.generate
 
-    async def explode(self, prompt, *, group_size, sampling, step):
+    async def explode(self, prompt, *, step, **others):
         if step == 2:
             raise RuntimeError("the cache is on fire")
-        return await generate(self, prompt, group_size=group_size, sampling=sampling, step=step)
+        return await generate(self, prompt, step=step, **others)
 
     with monkeypatch.context() as patch:
         patch.setattr(TransformersEngine, "generate", explode)
