@@ -63,7 +63,21 @@ def first_end(tokenizer: PreTrainedTokenizerFast, stop: list[str], tokens: list[
 
 def engine_end(tokenizer: PreTrainedTokenizerFast, stop: list[str], tokens: list[int]) -> int | None:
     watch = StopStrings(stop, tokenizer)
-    return next((end for end in range(1, len(tokens) + 1) if watch.ends(tokens[:end])), None)
+    found = next((end for end in range(1, len(tokens) + 1) if watch.ends(tokens[:end])), None)
+    for num_new in (2, 8):
+        for end in range(num_new, len(tokens) + 1, num_new):
+            if watch.are_missing(tokens[:end], num_new):
+                assert found is None or not end - num_new < found <= end
+            if found is not None and found <= end:
+                break
+    return found
+
+
+def test_one_look_is_enough_for_plain_text():
+    tokens = BYTES.encode("plain text that goes on and on")
+    assert StopStrings(["\n\n"], BYTES).are_missing(tokens, 8)
+    assert not StopStrings(["on"], BYTES).are_missing(tokens, 8)
+    assert StopStrings([], BYTES).are_missing(tokens, 8)
 
 
 @given(

@@ -47,12 +47,14 @@ class Ending:
             return FinishReason.BUDGET
         return None
 
-    def is_far(self, new_ids: Sequence[int], num_tokens: int, num_begun: int) -> bool:
-        """Whether none of the new ids, behind which there are `num_tokens`, can be the last, without a look at each."""
-        is_within = num_tokens < self.max_tokens and (
-            self.max_new_tokens is None or num_tokens - num_begun < self.max_new_tokens
+    def is_far(self, token_ids: Sequence[int], num_new: int, num_begun: int) -> bool:
+        """Whether none of the last `num_new` tokens ends the response or stops it, as one look can tell."""
+        return (
+            len(token_ids) < self.max_tokens
+            and (self.max_new_tokens is None or len(token_ids) - num_begun < self.max_new_tokens)
+            and self.eos_ids.isdisjoint(token_ids[-num_new:])
+            and self.stop.are_missing(token_ids, num_new)
         )
-        return is_within and self.stop.is_empty and self.eos_ids.isdisjoint(new_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -142,10 +144,10 @@ class ResponseDraft:
 
     def take_until_end(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> bool:
         """Append tokens up to the one that ends the response, and forget those behind it; true where it ended."""
-        num_tokens = len(self.token_ids) + len(token_ids)
-        if self.truncation is None and self.ending.is_far(token_ids, num_tokens, self.num_begun):
-            assert self.finish_reason is None, f"a response that ended by {self.finish_reason} was given more tokens"
-            self.token_ids += token_ids
+        assert self.finish_reason is None, f"a response that ended by {self.finish_reason} was given more tokens"
+        together = [*self.token_ids, *token_ids]
+        if self.truncation is None and self.ending.is_far(together, len(token_ids), self.num_begun):
+            self.token_ids = together
             self.logprobs += logprobs
             self.versions += [self.stamp.version] * len(token_ids)
             return False

@@ -29,6 +29,12 @@ def response_key(seed: int, step: int, prompt_id: str | int, index: int) -> int:
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
 
+def request_seed(key: int, num_tokens: int) -> int:
+    """63 bits for an engine that draws by seeds of its own: another one for each place that a response goes on from."""
+    words = f"{key},{num_tokens}".encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1
+
+
 def uniform_draws(keys_B: NDArray[np.uint64], positions_B: NDArray[np.int64]) -> NDArray[np.float64]:
     """[B] float64 in (0, 1): the draw of the response with key b at token position b, counted from 0."""
     bits = keys_B + (positions_B.astype(np.uint64) + np.uint64(1)) * _GAMMA

@@ -27,31 +27,40 @@ class StopStrings:
         # The first tokens of a window may be the tail of a character, or lose a leading space.
         self._window_tokens = longest + _MAX_BYTES_PER_CHARACTER
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no text ends a response."""
-        return not self._stop
-
     def ends(self, token_ids: Sequence[int]) -> bool:
         """Whether the text of `token_ids` holds a stop string, given that it did not before the last token."""
-        if not self._stop:
+        if not self._stop or self._is_missing(self._tail(token_ids, self._window_tokens)) is not False:
             return False
+        return self.cut(decode(self._tokenizer, token_ids)) is not None
+
+    def are_missing(self, token_ids: Sequence[int], num_new: int) -> bool:
+        """Whether one look is enough to say that none of the last `num_new` tokens completes a stop string."""
+        if any(_NOT_TEXT in text for text in self._stop):  # what is no text may have become some since
+            return False
+        return not self._stop or self._is_missing(self._tail(token_ids, self._window_tokens + num_new)) is True
+
+    def _tail(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """The last tokens that have text, so many at most."""
         tail: list[int] = []
         for token in reversed(token_ids):
             if token < self._num_tokens and token not in self._special_ids:
                 tail.append(token)
-                if len(tail) == self._window_tokens:
+                if len(tail) == num_tokens:
                     break
         tail.reverse()
+        return tail
+
+    def _is_missing(self, tail: list[int]) -> bool | None:
+        """Whether no stop string is in the text of `tail`; None where its last bytes are no text yet."""
         # A window that begins inside a character is decoded wrongly: by some tokenizers (SentencePiece's byte fallback)
         # up to the next token that is no byte. One of the next few tokens begins a character.
         for skipped in range(_MAX_BYTES_PER_CHARACTER):
             window = decode(self._tokenizer, tail[skipped:])
             if any(text in window for text in self._stop):
-                return self.cut(decode(self._tokenizer, token_ids)) is not None
-            if _NOT_TEXT not in window:
                 return False
-        return False
+            if _NOT_TEXT not in window:
+                return True
+        return None
 
     def cut(self, text: str) -> str | None:
         """`text` up to and including the stop string that ends first; None where it holds none."""

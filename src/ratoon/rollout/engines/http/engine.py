@@ -6,7 +6,6 @@ is stamped with other weights than those that drew it, whichever pause modes a s
 """
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Mapping
 from contextlib import aclosing, suppress
@@ -23,6 +22,7 @@ from ratoon.models.settings import setting
 from ratoon.rollout.begun import check_begun, check_new_tokens, check_no_routes
 from ratoon.rollout.config import RolloutConfig
 from ratoon.rollout.drafts import Ending, GroupDraft, PolicyStamp, ResponseDraft
+from ratoon.rollout.draws import request_seed
 from ratoon.rollout.engines.http.link import SERVER_KINDS, ServerLink
 from ratoon.rollout.engines.http.protocol import ResponseRequest, ServerLostError
 from ratoon.rollout.engines.http.session import Session
@@ -296,14 +296,12 @@ class ServerEngine:
         most = draft.ending.max_tokens - num_tokens
         if max_new_tokens is not None:
             most = min(most, max_new_tokens - (num_tokens - draft.num_begun))
-        words = f"{draft.key},{num_tokens}".encode()
-        seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1
         return ResponseRequest(
             token_ids=[*call.draft.prompt.token_ids.tolist(), *draft.token_ids],
             max_tokens=most,
             temperature=draft.temperature,
             stop_token_ids=sorted(self._eos_ids),
-            seed=seed,
+            seed=request_seed(draft.key, num_tokens),
             request_id=self._session().next_id(),
         )
 

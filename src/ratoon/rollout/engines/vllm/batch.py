@@ -1,11 +1,11 @@
 """Responses in flight in vLLM: one request each, so that each has draws, a budget and an end of its own."""
 
-import hashlib
 import math
 from collections.abc import Iterable
 from typing import Protocol
 
 from ratoon.rollout.drafts import GroupDraft, ResponseDraft
+from ratoon.rollout.draws import request_seed
 from ratoon.rollout.engines.stepping import StepReport, failure
 from ratoon.rollout.engines.vllm.requests import NewTokens
 from ratoon.rollout.errors import RolloutError
@@ -83,7 +83,7 @@ class VllmBatch:
                     request_id,
                     tokens,
                     temperature=draft.temperature,
-                    seed=seed_of(draft),
+                    seed=request_seed(draft.key, len(draft.token_ids)),
                     max_tokens=_tokens_left(draft),
                     eos_ids=sorted(draft.ending.eos_ids),
                 )
@@ -154,12 +154,6 @@ class VllmBatch:
         groups = tuple({id(group): group for group, _ in self._running.values()}.values())
         self.withdraw(groups)
         return StepReport(failed=groups, error=failure(groups, error))
-
-
-def seed_of(draft: ResponseDraft) -> int:
-    """Of vLLM's generator for one request: another one for each place that a response goes on from."""
-    words = f"{draft.key},{len(draft.token_ids)}".encode()
-    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1
 
 
 def _tokens_left(draft: ResponseDraft) -> int:
