@@ -13,8 +13,9 @@ VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
 # What is never imported need not be compiled: a third of the time that an installation takes.
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-# Two test processes on two cores: more threads in each would only contend.
-PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+# Two test processes on two cores: more threads in each would only contend. By files, because what the tests of one share
+# is then made once.
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 .PHONY: setup demo test test-full test-trl test-vllm lint quick types sampled-tests all-tests format clean
 
@@ -53,7 +54,7 @@ sampled-tests: setup
 	$(PYTEST) -m "not gpu and not trl and not vllm and not full"
 
 all-tests: setup
-	$(PYTEST) -m "not gpu and not trl and not vllm"
+	$(PYTEST) --hypothesis-profile=whole -m "not gpu and not trl and not vllm"
 
 test-trl: $(TRL_VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TRL_VENV)/bin/python -m pytest -q -n 2 tests/peers

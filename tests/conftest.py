@@ -14,5 +14,6 @@ if not (Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # No deadline: the first call of torch or NumPy on a busy machine is slow, not wrong.
-settings.register_profile("no_deadline", deadline=None)
-settings.load_profile("no_deadline")
+settings.register_profile("sampled", deadline=None, max_examples=40)
+settings.register_profile("whole", deadline=None, max_examples=100)
+settings.load_profile("sampled")  # `make test-full` names the other

@@ -91,6 +91,7 @@ def bench_wrongly(ranks: DataParallel, folder: Path) -> list[list[str]]:
     return found
 
 
+@pytest.mark.full
 def test_ranks_that_compute_something_else_get_no_time(tmp_path: Path):
     for heads, unsummed, keys in run_on_ranks(2, bench_wrongly, tmp_path):
         for reasons in (heads, unsummed):

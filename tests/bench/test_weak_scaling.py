@@ -112,6 +112,7 @@ def bench_wrongly(ranks: DataParallel, _: Path) -> list[list[str]]:
     return found
 
 
+@pytest.mark.full
 def test_wrong_gradients_get_no_time(tmp_path: Path):
     for by_wrong in run_on_ranks(2, bench_wrongly, tmp_path):
         for on_slice, at_full_size in by_wrong:

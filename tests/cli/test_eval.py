@@ -195,8 +195,8 @@ def test_recipe_in_a_run_folder_finds_the_files_of_the_first(
     ("origin", "words"),
     [
         ('{"recipe_dir": "/no/such/folder"}', ["/no/such/folder", "is gone", "relative to the current folder"]),
-        ("{}", ["relative to the current folder"]),
-        (None, ["relative to the current folder"]),
+        pytest.param("{}", ["relative to the current folder"], marks=pytest.mark.full),
+        pytest.param(None, ["relative to the current folder"], marks=pytest.mark.full),
         ("HERE", ["relative to /", "where it was"]),
     ],
 )

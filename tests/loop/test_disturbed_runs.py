@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 from tests.loop.tiny_run import SCORES_PER_STEP, TinyRun, metrics_rows, traces
+from tests.sampling import sampled
 
 from ratoon.loop import synchronous
 from ratoon.rollout.engines.transformers import TransformersEngine
 
 
-@pytest.mark.parametrize("action", ["terminate", "terminate-twice"])
+@pytest.mark.parametrize("action", sampled("terminate", "terminate-twice"))
 def test_sigterm_ends_after_the_step_with_a_checkpoint(tiny: TinyRun, undisturbed: Path, action: str):
     tiny.trigger(after_scores=3 + 2 * SCORES_PER_STEP + 3, action=action)
     stopped = tiny.train()
@@ -55,7 +56,7 @@ def test_reward_that_closes_the_output_does_not_end_the_run(tiny: TinyRun, monke
     assert "Run tiny complete" in (tiny.run_dir / "run.log").read_text()
 
 
-@pytest.mark.parametrize("what", ["rollouts", "run.log"])
+@pytest.mark.parametrize("what", sampled("rollouts", "run.log"))
 def test_full_disk_is_the_users_to_mend(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, what: str):
     def fill(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

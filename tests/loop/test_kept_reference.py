@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.loop.run_process import cost, start
 from tests.loop.tiny_run import VARIANTS, TinyRun, metrics_rows, snapshot, traces, write_tiny_recipe
+from tests.sampling import sampled
 
 from ratoon.trainer.export import export_checkpoint
 
@@ -35,7 +36,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", sampled(*DAMAGES, keep=2))
 def test_damaged_reference_ends_the_resumed_run_by_name(tiny: TinyRun, damage: str):
     """Weights of which one bit differs load, and would train another policy unseen."""
     assert tiny.train(PENALTY, "--trainer.num_steps=2").status == 0
@@ -49,7 +50,7 @@ def test_damaged_reference_ends_the_resumed_run_by_name(tiny: TinyRun, damage: s
     assert snapshot(tiny.run_dir / "checkpoints") == before
 
 
-@pytest.mark.parametrize("is_changed", [False, True])
+@pytest.mark.parametrize("is_changed", sampled(True, False))
 def test_changed_model_folder_is_no_reference_any_more(tiny: TinyRun, is_changed: bool):
     """Without a warm start the reference is read from `model.path` again; other weights there would act unseen."""
     assert tiny.train("--trainer.num_steps=0").status == 0
@@ -78,9 +79,7 @@ def test_reference_is_the_policy_as_reinforcement_learning_begins(tiny: TinyRun,
     assert all(kl > 1e-9 for kl in others)
 
 
-@pytest.mark.parametrize(
-    "share", [0.5, *(pytest.param(share, marks=pytest.mark.full) for share in (0.0, 0.2, 0.8, 1.0))]
-)
+@pytest.mark.parametrize("share", sampled(0.5, 0.0, 0.2, 0.8, 1.0, keep=0))
 def test_killed_while_the_reference_is_written(
     tiny: TinyRun,
     forks: ForkServerContext,

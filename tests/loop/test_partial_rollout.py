@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from tests.loop.run_process import kill, start, wait_for
 from tests.loop.several_ranks import start_ranks
 from tests.loop.tiny_run import VARIANTS, TinyRun, metrics_rows, rollouts, traces
+from tests.sampling import sampled
 
 from ratoon.config import Recipe
 from ratoon.data import PromptStream
@@ -262,7 +263,7 @@ def test_a_run_says_what_it_waits_for_and_how_old_its_tokens_are(tiny: TinyRun):
     assert late and all(len(set(row["policy_versions"])) == 3 for row in late)
 
 
-@pytest.mark.parametrize("num_steps", [3, 5])
+@pytest.mark.parametrize("num_steps", sampled(5, 3))
 def test_a_run_killed_between_parts_goes_on_to_bitwise_the_same_end(
     tiny: TinyRun, undisturbed_of: Any, forks: ForkServerContext, num_steps: int
 ):

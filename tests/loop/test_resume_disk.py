@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.loop.tiny_run import SCORES_PER_STEP, Outcome, TinyRun, metrics_rows, traces, write_tiny_recipe
+from tests.sampling import sampled
 
 from ratoon.loop import synchronous
 from ratoon.trainer import checkpoint as checkpoint_module
@@ -57,7 +58,7 @@ CASES = {
 """By what finds the disk full: the step in whose scoring it fills up, and the bytes that are left."""
 
 
-@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize("what", sampled(*CASES, keep=2))
 def test_disk_that_fills_up_is_named_and_the_run_goes_on_when_there_is_room(
     on_disk: TinyRun, disk: Path, undisturbed: Path, what: str
 ):
@@ -102,7 +103,7 @@ def test_read_only_folder_is_named(on_disk: TinyRun, disk: Path):
     assert on_disk.train("--trainer.num_steps=2").status == 0
 
 
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("code", sampled(errno.EROFS, errno.EIO, errno.ESTALE))
 def test_disk_that_fails_in_a_step_ends_the_run_by_name(
     tiny: TinyRun, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ):
@@ -138,7 +139,7 @@ def test_removed_checkpoints_do_not_end_a_run_that_still_knows_its_weights(tiny:
     assert traces(tiny.run_dir) == traces(undisturbed)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", sampled("float32", "bfloat16"))
 def test_room_for_a_checkpoint_is_looked_for_before_the_warm_start(
     tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, dtype: str
 ):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.loop.tiny_run import SCORES_PER_STEP, VARIANTS, TinyRun, metrics_rows, rollouts, traces
+from tests.sampling import sampled
 
 from ratoon.trainer.checkpoint import load_checkpoint
 
@@ -79,7 +80,7 @@ def test_run_that_begins_from_a_checkpoint_is_a_new_run(tiny: TinyRun):
     assert moved != [row["reward"] for row in rollouts(old)["step-000001.parquet"]], "other weights draw otherwise"
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "trainer_state/tensors.safetensors", "manifest.json"])
+@pytest.mark.parametrize("file", sampled("model.safetensors", "trainer_state/tensors.safetensors", "manifest.json"))
 def test_newest_checkpoint_truncated_by_hand(tiny: TinyRun, undisturbed: Path, file: str):
     """prime-rl#1712. The run goes on from the one before, and says so."""
     tiny.trigger(after_scores=3 + 4 * SCORES_PER_STEP + 3, action="raise")
@@ -104,7 +105,7 @@ def test_all_checkpoints_truncated_by_hand_end_the_command(tiny: TinyRun):
     assert "--fresh" in refused.err
 
 
-@pytest.mark.parametrize("how", ["backwards all the time", "an hour back on resume"])
+@pytest.mark.parametrize("how", sampled("backwards all the time", "an hour back on resume"))
 def test_clock_that_jumps_backwards_changes_nothing(
     tiny: TinyRun, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ):

@@ -119,6 +119,7 @@ def assert_same_run_without_evaluations(got: Path, expected: Path) -> None:
         torch.testing.assert_close(newest_weights(got)[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.full
 def test_a_failing_reward_is_told_once_and_no_step_is_lost(tiny: TinyRun, forks: ForkServerContext, undisturbed: Path):
     tiny.trigger(after_scores=3 + 3 * SCORES_PER_STEP + 1, action="raise")
     failed = start_ranks(forks, tiny, "--trainer.checkpoint_every_steps=50")

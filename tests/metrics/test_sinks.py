@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from tests.sampling import sampled
 
 import ratoon
 from ratoon.metrics import MetricsLog, Sinks, check_sinks
@@ -345,7 +346,7 @@ def test_hanging_sink_is_ended_in_time(tmp_path: Path, stand_in: Path, where: st
     assert not is_running(int((stand_in.parent / "pid").read_text()))
 
 
-@pytest.mark.parametrize("how", ["second Ctrl-C", "failure"])
+@pytest.mark.parametrize("how", sampled("failure", "second Ctrl-C"))
 def test_ending_of_the_run_is_told(tmp_path: Path, stand_in: Path, how: str):
     write_stand_in(stand_in, finish="time.sleep(1.5)")
     started, said = 0.0, []

@@ -82,6 +82,7 @@ def test_results_stay_and_lengths_compile_nothing_anew(name: str, mode: Any):
     assert len(set(graphs)) == 1, f"graphs after each layout: {graphs}"
 
 
+@pytest.mark.full
 def test_names_and_copies():
     model = attach(build_model("qwen3", dtype=torch.float32))
     names = list(model.state_dict())
@@ -104,6 +105,7 @@ def test_names_and_copies():
     assert num_graphs() == 0
 
 
+@pytest.mark.full
 def test_generation_compiles_nothing():
     """Its shapes change with every token, and its attention is another."""
     model = set_compile(attach(build_model("qwen3", dtype=torch.float32)), "layers", backend=BACKEND).eval()

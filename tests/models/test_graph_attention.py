@@ -59,6 +59,7 @@ def test_a_layer_is_one_graph(name: str, num_kinds: int):
     assert not counters["graph_break"]
 
 
+@pytest.mark.full
 def test_sinks_learn_in_a_graph():
     model = attach(build_model("gpt_oss", dtype=torch.float32))
     layout = make_layout(9, 6, 4)

@@ -111,6 +111,7 @@ def test_adapters_and_frozen_weights():
     assert_same(update_kept(model, group, [[0], [1, 2]]), update_whole(model, group))
 
 
+@pytest.mark.full
 def test_compiled():
     torch._dynamo.reset()
     model = attach(build_model("qwen3"))

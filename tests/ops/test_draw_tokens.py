@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tests.sampling import sampled
 
 from ratoon.ops.sampling.entry import draw_tokens
 from ratoon.rollout.draws import response_key, sample_tokens, uniform_draws
@@ -27,7 +28,7 @@ def drawn(logits_BV: torch.Tensor, temperature_B: torch.Tensor, first_position: 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("V", [1, 7, 2048, 2049, 10_000])
-@pytest.mark.parametrize("spread", [0.0, 1.0, 12.0])
+@pytest.mark.parametrize("spread", sampled(1.0, 0.0, 12.0))
 def test_as_the_host_draws(V: int, spread: float, device: str):
     logits_BV = spread * torch.randn(24, V, generator=torch.Generator().manual_seed(V))
     temperature_B = torch.tensor([1.0, 0.3, 2.0, 0.0] * 6, dtype=torch.float64)

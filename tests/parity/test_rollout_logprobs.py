@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.parity.families import ALL_FAMILIES, VOCAB_SIZE, build_model
 from tests.rollout.tiny import byte_tokenizer
+from tests.sampling import sampled
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ratoon.algorithms import AlgorithmConfig
@@ -140,7 +141,7 @@ def test_truncated_sampling_over_five_updates(truncation: dict[str, Any]):
         assert gap_M.max() < 1e-5
 
 
-@pytest.mark.parametrize("num_updates", [1, 2])
+@pytest.mark.parametrize("num_updates", sampled(2, 1))
 def test_the_trainer_learns_from_the_distribution_that_was_drawn_from(num_updates: int):
     """Through the trainer itself. With one update all ratios are 1; with two, those of the second are of one support
     too. Were the support dropped, the same step would see a gap of tenths of a nat (TRL#6789, verl#6240), and

@@ -24,8 +24,10 @@ class RolloutConfig(BaseModel):
     server of `[rollout.server]`."""
 
     server: ServerConfig = ServerConfig()
+    """Of the engines `vllm-server` and `sglang-server`."""
 
     vllm: VllmConfig = VllmConfig()
+    """Of the engine `vllm`."""
 
     prompts_per_step: int = Field(default=8, ge=1)
     """Prompts of one step, which is one rollout and the updates made from it; it trains on

@@ -126,6 +126,13 @@ class ResponseDraft:
         if R:
             self.finish_reason = self.ending.reason(self.token_ids, num_begun=R)
 
+    @property
+    def num_left(self) -> int:
+        """Tokens that it may still get in this call."""
+        left = self.ending.max_tokens - len(self.token_ids)
+        most = self.ending.max_new_tokens
+        return left if most is None else min(left, most - (len(self.token_ids) - self.num_begun))
+
     def draw_among(self, kept: NDArray[np.int32]) -> None:
         """What the next token to be taken was drawn among. Raises UserError where it does not fit the budget."""
         self.kept.append(kept)

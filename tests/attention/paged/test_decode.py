@@ -99,7 +99,7 @@ def run(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     st.lists(
         st.tuples(st.integers(1, 70), st.lists(st.integers(1, 40), min_size=1, max_size=5)), min_size=1, max_size=4
@@ -130,5 +130,5 @@ def test_sixteen_bits(device: str):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_more_siblings_than_an_item_holds(device: str):
-    got, want = run(Batch([(33, [1, 2, 3] * 20)], heads=(8, 2)), device, torch.float32)
+    got, want = run(Batch([(33, [1, 2, 3] * 6)], heads=(8, 2)), device, torch.float32)
     assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)

@@ -12,6 +12,7 @@ import torch
 from tests.attention.oracle import Case, assert_within_error_budget, dense_mask, make_case, make_chain, make_groups
 from tests.attention.triton.gluon_simulator import simulated_hopper
 from tests.attention.triton.rows_without_weights import assert_a_row_without_weights_stays_alone
+from tests.sampling import sampled
 from torch import Tensor
 
 from ratoon.attention import AttentionPlan, reference
@@ -71,7 +72,7 @@ def test_forests(layout: PackedLayout, head_dim: int):
     check(layout, make_case(layout, heads=(2, 1), head_dim=head_dim))
 
 
-@pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))
+@pytest.mark.parametrize("head_dim", sampled(*sorted(adding.ADDING_BLOCKS)))
 @pytest.mark.parametrize("window", [20, 200])
 def test_windows_and_sinks(window: int, head_dim: int):
     case = make_case(GROUPS, heads=(2, 1), head_dim=head_dim, has_sinks=True)
@@ -89,14 +90,14 @@ def test_head_dims_between_the_kernels_own(head_dim: int):
     check(CHAIN, make_case(CHAIN, heads=(2, 1), head_dim=head_dim))
 
 
-@pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))
+@pytest.mark.parametrize("head_dim", sampled(*sorted(adding.ADDING_BLOCKS)))
 @pytest.mark.parametrize("num_rows", [1, 63, 65, 127, 128, 257])
 def test_rows_around_the_borders_of_tiles(num_rows: int, head_dim: int):
     layout = make_groups((num_rows, [3]))
     check(layout, make_case(layout, heads=(1, 1), head_dim=head_dim))
 
 
-@pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))
+@pytest.mark.parametrize("head_dim", sampled(*sorted(adding.ADDING_BLOCKS)))
 def test_a_prompt_below_many_rows_is_split_and_added_up(head_dim: int):
     layout = make_groups((40, [90] * 8))
     check(layout, make_case(layout, heads=(2, 1), head_dim=head_dim))
@@ -109,13 +110,13 @@ def test_groups_may_drift_one_or_two_tiles_apart(monkeypatch: pytest.MonkeyPatch
     check(layout, make_case(layout, heads=(4, 2), head_dim=128))
 
 
-@pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))
+@pytest.mark.parametrize("head_dim", sampled(*sorted(adding.ADDING_BLOCKS)))
 def test_keys_that_two_intervals_of_rows_read(head_dim: int):
     check(WITH_A_GAP, make_case(WITH_A_GAP, heads=(2, 1), head_dim=head_dim), window=WINDOW)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="a compiled kernel does not tell what it copies when")
-@pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))
+@pytest.mark.parametrize("head_dim", sampled(*sorted(adding.ADDING_BLOCKS)))
 def test_rows_visit_from_their_end_with_every_head(monkeypatch: pytest.MonkeyPatch, head_dim: int):
     num_kv_heads, group_size = 2, 2
     launch, visits = simulated_hopper(), list[tuple[int, int]]()
@@ -146,7 +147,7 @@ def test_rows_visit_from_their_end_with_every_head(monkeypatch: pytest.MonkeyPat
     assert visits == wanted
 
 
-@pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))
+@pytest.mark.parametrize("head_dim", sampled(*sorted(adding.ADDING_BLOCKS)))
 def test_sums_are_put_in_order(head_dim: int):
     """A thread of warp w and lane l holds rows 16w + l // 4 and 8 more of columns 2(l % 4) and one more of each 8."""
     num_rows = adding.ADDING_BLOCKS[head_dim].rows
@@ -168,7 +169,7 @@ def test_sums_are_put_in_order(head_dim: int):
     assert torch.equal(dq_THD.cpu(), wanted_THD)
 
 
-@pytest.mark.parametrize("head_dim", sorted(adding.ADDING_BLOCKS))
+@pytest.mark.parametrize("head_dim", sampled(*sorted(adding.ADDING_BLOCKS)))
 def test_a_row_without_weights_leaves_other_documents_alone(head_dim: int):
     """Its log-sum-exp is minus infinity: what it may not read has probabilities of 0, not NaN."""
     assert_a_row_without_weights_stays_alone(adding.backward, head_dim, deterministic=False)

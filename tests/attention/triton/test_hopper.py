@@ -16,6 +16,7 @@ from tests.attention.oracle import (
 )
 from tests.attention.triton.gluon_simulator import simulated_hopper
 from tests.attention.triton.rows_without_weights import assert_a_row_without_weights_stays_alone
+from tests.sampling import sampled
 from torch import Tensor
 
 from ratoon.attention import AttentionPlan, forest_attention
@@ -68,7 +69,7 @@ def test_forests(layout: PackedLayout, head_dim: int):
     check(layout, make_case(layout, heads=(2, 1), head_dim=head_dim))
 
 
-@pytest.mark.parametrize("head_dim", sorted(HOPPER_BLOCKS))
+@pytest.mark.parametrize("head_dim", sampled(*sorted(HOPPER_BLOCKS)))
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 20, 200])
 def test_windows_and_sinks(window: int | None, has_sinks: bool, head_dim: int):
@@ -94,20 +95,20 @@ def test_rows_around_the_borders_of_tiles(num_rows: int):
     check(layout, make_case(layout, heads=(1, 1), head_dim=64))
 
 
-@pytest.mark.parametrize("head_dim", sorted(HOPPER_BLOCKS))
+@pytest.mark.parametrize("head_dim", sampled(*sorted(HOPPER_BLOCKS)))
 def test_a_prompt_below_many_rows_is_split_and_added_up(head_dim: int):
     layout = make_groups((40, [90] * 8))
     check(layout, make_case(layout, heads=(2, 1), head_dim=head_dim))
 
 
-@pytest.mark.parametrize("head_dim", sorted(HOPPER_BLOCKS))
+@pytest.mark.parametrize("head_dim", sampled(*sorted(HOPPER_BLOCKS)))
 def test_gradients_are_the_same_bits_in_every_run(head_dim: int):
     case = make_case(GROUPS, heads=(2, 1), head_dim=head_dim).to(torch.bfloat16, DEVICE)
     first, *others = (output_and_gradients(attend(GROUPS), case) for _ in range(3))
     assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("head_dim", sorted(HOPPER_BLOCKS))
+@pytest.mark.parametrize("head_dim", sampled(*sorted(HOPPER_BLOCKS)))
 def test_a_row_without_weights_leaves_other_documents_alone(head_dim: int):
     """Its log-sum-exp is minus infinity: what it may not read has probabilities of 0, not NaN."""
     assert_a_row_without_weights_stays_alone(triton_attention.backward, head_dim, deterministic=True)

@@ -136,6 +136,7 @@ def test_a_killed_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest
     assert [row.get("impl", row["bench"]) for row in read_rows(results)] == ["earlier", "flash-cpu"]
 
 
+@pytest.mark.full
 def test_what_cannot_run_is_listed_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     results = tmp_path / "attention.jsonl"
     arguments = ["bench", "attention", "--cases", "tiny-window,tiny-group", "--impls", "flash-cpu,flex-triton"]

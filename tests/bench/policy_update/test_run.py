@@ -115,6 +115,7 @@ def test_a_red_check_prints_no_speed(
         assert "WRONG, no speed is reported: on the slice" in line
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("peers_on_cpu")
 def test_one_variant_that_cannot_run_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

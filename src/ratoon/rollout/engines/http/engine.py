@@ -131,7 +131,7 @@ class ServerEngine:
             await self._ready()
             self._check_length(prompt, sampling)
             for each in draft.open_drafts:
-                response = self._complete(call, each, max_new_tokens)
+                response = self._complete(call, each)
                 tasks.append(asyncio.create_task(response, name=f"response of {prompt.id}"))
             await self._watch(call, tasks)
         finally:
@@ -244,7 +244,7 @@ class ServerEngine:
         self._stamp.version = version
         self._progressed()
 
-    async def _complete(self, call: _Call, draft: ResponseDraft, max_new_tokens: int | None) -> None:
+    async def _complete(self, call: _Call, draft: ResponseDraft) -> None:
         """Draw one response to its end, or until its call is aborted, over as many streams as it takes.
 
         Waits for a slot, for the gate (closed by pauses and new weights), for tokens, and for a server that starts
@@ -260,7 +260,7 @@ class ServerEngine:
                 num_tokens, num_interrupts = len(draft.token_ids), session.num_interrupts
                 num_starts = self._link.num_starts
                 try:
-                    await session.run(self._stream(call, draft, max_new_tokens))
+                    await session.run(self._stream(call, draft))
                 except RolloutError as error:
                     if not await self._is_lost(error):
                         raise
@@ -274,9 +274,9 @@ class ServerEngine:
                     "does someone else pause it?"
                 )
 
-    async def _stream(self, call: _Call, draft: ResponseDraft, max_new_tokens: int | None) -> None:
+    async def _stream(self, call: _Call, draft: ResponseDraft) -> None:
         """Consumes one stream of the server's, up to the end of the response or of the stream."""
-        request = self._request(call, draft, max_new_tokens)
+        request = self._request(call, draft)
         async with aclosing(self._link.server.generate(request)) as chunks:
             async for chunk in chunks:
                 for token, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
@@ -291,14 +291,11 @@ class ServerEngine:
                 if chunk.end is not None:
                     return
 
-    def _request(self, call: _Call, draft: ResponseDraft, max_new_tokens: int | None) -> ResponseRequest:
+    def _request(self, call: _Call, draft: ResponseDraft) -> ResponseRequest:
         num_tokens = len(draft.token_ids)
-        most = draft.ending.max_tokens - num_tokens
-        if max_new_tokens is not None:
-            most = min(most, max_new_tokens - (num_tokens - draft.num_begun))
         return ResponseRequest(
             token_ids=[*call.draft.prompt.token_ids.tolist(), *draft.token_ids],
-            max_tokens=most,
+            max_tokens=draft.num_left,
             temperature=draft.temperature,
             stop_token_ids=sorted(self._eos_ids),
             seed=request_seed(draft.key, num_tokens),

@@ -286,8 +286,8 @@ class PagedBatch:
         """How many tokens each response draws at once. What its last ones are when it has ended is lost."""
         if any(request.draft.truncation is not None for request in self._seated):
             return 1  # the host draws them
-        budgets = (request.family.group.max_response_tokens - len(request.draft.token_ids) for request in self._seated)
-        return max(1, min(self._runner.steps_together, max(budgets, default=1)))
+        most = max((request.draft.num_left for request in self._seated), default=1)
+        return max(1, min(self._runner.steps_together, most))
 
     def _grow(self, request: Request, num_steps: int) -> None:
         """Give a request blocks for its next tokens, at the cost of the youngest, which may be itself."""

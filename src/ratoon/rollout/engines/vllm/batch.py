@@ -84,7 +84,7 @@ class VllmBatch:
                     tokens,
                     temperature=draft.temperature,
                     seed=request_seed(draft.key, len(draft.token_ids)),
-                    max_tokens=_tokens_left(draft),
+                    max_tokens=draft.num_left,
                     eos_ids=sorted(draft.ending.eos_ids),
                 )
             except Exception as error:
@@ -154,12 +154,6 @@ class VllmBatch:
         groups = tuple({id(group): group for group, _ in self._running.values()}.values())
         self.withdraw(groups)
         return StepReport(failed=groups, error=failure(groups, error))
-
-
-def _tokens_left(draft: ResponseDraft) -> int:
-    left = draft.ending.max_tokens - len(draft.token_ids)
-    budget = draft.ending.max_new_tokens
-    return left if budget is None else min(left, budget)
 
 
 def _give(draft: ResponseDraft, new: NewTokens, group: GroupDraft) -> None:
