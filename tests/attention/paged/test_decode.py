@@ -89,10 +89,10 @@ def run(
         block_tokens=N, split_keys=batch.split_keys, max_members=max_members(Hq // Hkv), room_tokens=batch.room_tokens,
     )  # fmt: skip
     on_device = DeviceReads.of(reads, torch.device(device))
-    caches = [cache.to(device, dtype) for cache in (k_cache, v_cache)]
-    write_keys(k_new.to(device, dtype), v_new.to(device, dtype), *caches, on_device)
+    k_cache, v_cache = k_cache.to(device, dtype), v_cache.to(device, dtype)
+    write_keys(k_new.to(device, dtype), v_new.to(device, dtype), k_cache, v_cache, on_device)
     out = decode(
-        q_BHD.to(device, dtype), *caches, on_device, Scoring(softmax_scale=0.3, softcap=softcap), window=window,
+        q_BHD.to(device, dtype), k_cache, v_cache, on_device, Scoring(softmax_scale=0.3, softcap=softcap), window=window,
         sinks_H=None if sinks is None else sinks.to(device),
     )  # fmt: skip
     return out.double().cpu(), torch.stack(expected)
