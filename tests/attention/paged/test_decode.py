@@ -91,9 +91,9 @@ def run(
     on_device = DeviceReads.of(reads, torch.device(device))
     k_cache, v_cache = k_cache.to(device, dtype), v_cache.to(device, dtype)
     write_keys(k_new.to(device, dtype), v_new.to(device, dtype), k_cache, v_cache, on_device)
+    scoring, sinks = Scoring(softmax_scale=0.3, softcap=softcap), None if sinks is None else sinks.to(device)
     out = decode(
-        q_BHD.to(device, dtype), k_cache, v_cache, on_device, Scoring(softmax_scale=0.3, softcap=softcap), window=window,
-        sinks_H=None if sinks is None else sinks.to(device),
+        q_BHD.to(device, dtype), k_cache, v_cache, on_device, scoring, window=window, sinks_H=sinks
     )  # fmt: skip
     return out.double().cpu(), torch.stack(expected)
 
