@@ -16,6 +16,9 @@ def float32_logits(model: PreTrainedModel, hidden_RC: Tensor) -> Tensor:
     """
     attachment = attachment_of(model)
     head = head_of(model)
+    if hidden_RC.shape[0] == 0:
+        dtype = torch.promote_types(hidden_RC.dtype, torch.float32)
+        return hidden_RC.new_empty(0, head.weight.shape[0], dtype=dtype)
     if hidden_RC.is_cuda and hidden_RC.dtype in (torch.bfloat16, torch.float16):
         logits_RV = torch.mm(hidden_RC, head.weight.t(), out_dtype=torch.float32)
         if head.bias is not None:
