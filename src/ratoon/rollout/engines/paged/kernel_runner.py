@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ratoon.attention.paged.decode import SPLIT_KEYS, max_members
 from ratoon.attention.paged.reads import PagedReads, ReadSizes, build_reads
 from ratoon.attention.transfer import to_device
+from ratoon.models import model_shape
 from ratoon.models.compiled import can_compile, compile_layers
 from ratoon.models.interface import attachment_of
 from ratoon.models.logits import float32_logits
@@ -29,7 +30,7 @@ from ratoon.rollout.engines.paged.step_graphs import StepGraphs, padded_rows
 class KernelRunner:
     """A `Runner` of an attached model with `block_attention`, in eval mode, on one GPU.
 
-    Layers run compiled, and a decode step, drawing included, is one CUDA graph. Raises UserError for layers it cannot
+    Layers without experts run compiled, and a decode step, drawing included, is one CUDA graph. Raises UserError for layers it cannot
     cache, ValueError for a model that is not attached.
     """
 
@@ -62,7 +63,9 @@ class KernelRunner:
         )
         self._state: DecodeState | None = None
         self._places: list[int] = []
-        if model.device.type == "cuda" and can_compile(model):
+        # As in training: compiled experts have not been measured.
+        is_dense = not model_shape(model.config).num_experts
+        if model.device.type == "cuda" and is_dense and can_compile(model):
             compile_layers(model)
 
     def resize(self, num_blocks: int) -> None:
