@@ -30,8 +30,8 @@ from ratoon.rollout.engines.paged.step_graphs import StepGraphs, padded_rows
 class KernelRunner:
     """A `Runner` of an attached model with `block_attention`, in eval mode, on one GPU.
 
-    Layers without experts run compiled, and a decode step, drawing included, is one CUDA graph. Raises UserError for layers it cannot
-    cache, ValueError for a model that is not attached.
+    Layers without experts run compiled, and a decode step, drawing included, is one CUDA graph. Raises UserError for
+    layers it cannot cache, ValueError for a model that is not attached.
     """
 
     def __init__(
