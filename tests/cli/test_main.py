@@ -7,13 +7,17 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 import ratoon
 from ratoon.attention import available_impls
 from ratoon.cli.main import main
+from ratoon.rollout import RolloutConfig
+from ratoon.rollout.available import engine_statuses
 
 COMMANDS = ("train", "eval", "plan", "init", "data", "export", "doctor", "bench")
 
@@ -108,6 +112,10 @@ def test_doctor_says_what_is_installed_and_what_would_be_used(capsys: pytest.Cap
         assert words in shown
     assert f"ratoon {ratoon.__version__}" in shown
     for status in available_impls():
+        assert f"  {'yes' if status.is_available else 'no '} {status.name:<14} {status.reason}\n" in shown
+    engines = get_args(RolloutConfig.model_fields["engine"].annotation)
+    assert [status.name for status in engine_statuses(has_gpu=False)] == list(engines)
+    for status in engine_statuses(has_gpu=torch.cuda.is_available()):
         assert f"  {'yes' if status.is_available else 'no '} {status.name:<14} {status.reason}\n" in shown
     _, found, choices = shown.partition('attention = "auto" on ')
     assert found

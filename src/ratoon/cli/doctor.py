@@ -16,7 +16,7 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
     add_command(
         commands,
         "doctor",
-        "say what is installed and which attention would be used, and why",
+        "say what is installed, which rollout engines there are and which attention would be used, and why",
         example=_EXAMPLE,
         run=_run,
     )

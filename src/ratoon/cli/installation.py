@@ -12,6 +12,7 @@ import ratoon
 from ratoon.attention import AttentionRequest, available_impls, explain_choice
 from ratoon.attention.choice_table import architecture_of
 from ratoon.attention.request import Feature
+from ratoon.rollout.available import engine_statuses
 from ratoon.types.extras import install_command
 
 _PACKAGES = {
@@ -44,7 +45,7 @@ _LAYER_KINDS: dict[str, frozenset[Feature]] = {
 
 def report() -> str:
     """The report as lines of text. Reads the machine; changes nothing and loads no model."""
-    return "\n".join([*_machine(), "", *_packages(), "", *_attention()])
+    return "\n".join([*_machine(), "", *_packages(), "", *_engines(), "", *_attention()])
 
 
 def _machine() -> list[str]:
@@ -73,6 +74,13 @@ def _packages() -> list[str]:
         except PackageNotFoundError:
             found = "not installed"
         lines.append(f"  {name:<14} {found:<16} {purpose}".rstrip())
+    return lines
+
+
+def _engines() -> list[str]:
+    lines = ["Rollout engines (rollout.engine):"]
+    for status in engine_statuses(has_gpu=torch.cuda.is_available()):
+        lines.append(f"  {'yes' if status.is_available else 'no ':<4}{status.name:<14} {status.reason}")
     return lines
 
 
