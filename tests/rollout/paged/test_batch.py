@@ -111,6 +111,20 @@ def test_new_weights_compute_prompts_again_for_those_that_have_not_begun(tokeniz
     drill.check_ends()
 
 
+def test_a_response_that_reads_an_old_prompt_takes_the_place_of_the_new_one(tokenizer: PreTrainedTokenizerFast):
+    """Room for one prompt and one whole response: the second response computed the prompt anew under new weights, gave
+    way, and waits; its prompt must not keep the first from its last block."""
+    drill = Drill(tokenizer, max_concurrent_responses=2, cache_tokens=3 * 5, block_tokens=3, prefill_tokens=50)
+    whole_length(drill, 3, 1, 3)
+    group = whole_length(drill, 3, 2, 12)
+    drill.step()
+    drill.update()
+    drill.run_to_the_end()
+    assert num_tokens(group) == [12, 12]
+    assert [draft.versions[0] for draft in group.drafts] == [0, 1], "the second begins after the update"
+    drill.check_ends()
+
+
 def test_a_batch_that_restarts_computes_all_keys_again(tokenizer: PreTrainedTokenizerFast):
     drill = Drill(tokenizer, max_concurrent_responses=3, prefill_tokens=50, restarts=True)
     group = whole_length(drill, 12, 3, 6)

@@ -60,7 +60,8 @@ class Holdings:
 
     def grow(self, request: Request) -> bool:
         """One more block of its own; false where none is free."""
-        if not self._make_free(1, for_family=request.family):
+        # Its family's prompt gives way as well: under new weights it is another one than the request reads.
+        if not self._make_free(1):
             return False
         request.own_blocks += self._pool.allocate(1)
         return True
@@ -94,8 +95,8 @@ class Holdings:
         # One holder is the prompt itself.
         return self._pool.num_holders(prompt.blocks[0]) > 1
 
-    def _make_free(self, num_blocks: int, for_family: Family) -> bool:
-        """Forget prompts that nobody reads, the latest first, until so many blocks are free."""
+    def _make_free(self, num_blocks: int, for_family: Family | None = None) -> bool:
+        """Forget prompts that nobody reads, the latest first, until so many blocks are free. for_family: keeps its."""
         if self._pool.num_free >= num_blocks:
             return True
         idle = [
