@@ -69,3 +69,49 @@ def test_settings_and_protocol_import_neither_torch_nor_transformers():
 
 def test_every_public_name_resolves():
     assert [name for name in ratoon.rollout.__all__ if getattr(ratoon.rollout, name).__name__ != name] == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "table", "key"),
+    [
+        ("transformers", {"server": {"url": "http://127.0.0.1:8000"}}, "server.url"),
+        ("paged", {"vllm": {"sleep": 2}}, "vllm.sleep"),
+        ("vllm", {"server": {"command": ("python",)}}, "server.command"),
+        ("vllm-server", {"server": {"command": ("python",)}, "vllm": {"enforce_eager": False}}, "vllm.enforce_eager"),
+    ],
+)
+def test_a_table_of_another_engine_is_refused_by_name(engine: str, table: dict[str, Any], key: str):
+    with pytest.raises(ValidationError, match=rf'{key} does not act on engine = "{engine}"'):
+        RolloutConfig.model_validate({"engine": engine, **table})
+
+
+def test_a_table_as_it_is_by_default_goes_with_every_engine():
+    """Stored recipes hold all tables."""
+    stored = RolloutConfig(engine="paged").model_dump()
+    assert RolloutConfig.model_validate(stored) == RolloutConfig(engine="paged")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "127.0.0.1:8000",
+        "ftp://127.0.0.1:8000",
+        "http://127.0.0.1:port",
+        "http://127.0.0.1:99999",
+        "http://127.0.0.1:0",
+        "http://[::1",
+        "http://a host:80",
+        "http://127.0.0.1:80/?a=b",
+        "http://127.0.0.1:80/#part",
+        "http://:secret@127.0.0.1:80",
+    ],
+)
+def test_what_is_no_address_is_refused(url: str):
+    with pytest.raises(ValidationError, match=r"url"):
+        RolloutConfig.model_validate({"engine": "vllm-server", "server": {"url": url}})
+
+
+def test_an_address_is_kept_without_its_last_slash():
+    config = RolloutConfig.model_validate({"engine": "vllm-server", "server": {"url": "https://[::1]:8000/"}})
+    assert config.server.url == "https://[::1]:8000"

@@ -12,7 +12,7 @@ from ratoon.attention import resolve_impl
 from ratoon.config.recipe import Recipe
 from ratoon.data import DataReport
 from ratoon.loop.device_memory import DeviceMemory
-from ratoon.loop.inputs import check_attention, load_inputs
+from ratoon.loop.inputs import check_attention, check_rollout, load_inputs
 from ratoon.loop.memory_policy import choose_recompute, fitting_mode
 from ratoon.loop.mesh import MeshShape
 from ratoon.loop.ranks import cuts_model
@@ -107,6 +107,10 @@ class DryRun:
     def problems(self) -> tuple[str, ...]:
         """What `ratoon train` would refuse, though it can be planned for."""
         found = [self.run.problem] if self.run.problem else []
+        try:
+            check_rollout(self.recipe, is_evaluated=self.recipe.data.num_heldout > 0)
+        except UserError as error:
+            found.append(str(error))
         if self.device is not None:
             try:
                 choose_recompute(self.recipe, self.memory, self.device)

@@ -24,6 +24,7 @@ from ratoon.models import (
 )
 from ratoon.models.config import AttentionImpl
 from ratoon.rewards import RewardPool
+from ratoon.rollout import check_engine
 from ratoon.types.errors import UserError
 from ratoon.types.rollouts import Prompt, RolloutGroup
 
@@ -140,6 +141,15 @@ def check_attention(impl: AttentionImpl) -> None:
         f'model.attention = "{impl}" cannot run here: {reasons}. Allowed here: "auto", '
         + ", ".join(f'"{name}"' for name in usable)
     )
+
+
+def check_rollout(recipe: Recipe, *, is_evaluated: bool) -> None:
+    """Raises UserError where the recipe's rollout engine cannot work here, or not as the recipe has it.
+
+    is_evaluated: it also draws the answers of evaluations.
+    """
+    training = recipe.rollout.sampling_params(recipe.run.seed)
+    check_engine(recipe.rollout, *([recipe.evaluation.sampling_params(training)] if is_evaluated else []))
 
 
 def load_recipe_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:

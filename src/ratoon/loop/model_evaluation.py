@@ -11,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 from ratoon.config.recipe import Recipe
 from ratoon.data import load_prompts
 from ratoon.loop.evaluation import Answers, Evaluation, answer, measure
-from ratoon.loop.inputs import check_attention, load_model, resolve_device
+from ratoon.loop.inputs import check_attention, check_rollout, load_model, resolve_device
 from ratoon.models import check_vocabulary, fresh_tokenizer, load_tokenizer, preview_model
 from ratoon.rewards import RewardPool
 from ratoon.rollout import RolloutEngine, build_engine
@@ -51,6 +51,7 @@ def evaluate_model(
     recipe = task.recipe
     device = resolve_device(recipe.trainer.device)
     check_attention(recipe.model.attention)
+    check_rollout(recipe, is_evaluated=True)
     tokenizer = _tokenizer(recipe, task.checkpoint)
     if task.checkpoint is None:  # a run's was checked when the run began
         check_vocabulary(tokenizer, preview_model(recipe.model).shape.vocab_size)

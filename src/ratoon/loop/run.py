@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from ratoon.config.recipe import Recipe
 from ratoon.distributed import DataParallel, OtherRankError, on_each, on_each_kept, on_main
 from ratoon.loop.device_memory import DeviceMemory
-from ratoon.loop.inputs import Inputs, check_attention, load_inputs, load_model, resolve_device
+from ratoon.loop.inputs import Inputs, check_attention, check_rollout, load_inputs, load_model, resolve_device
 from ratoon.loop.memory_policy import MemoryChoice, choose_recompute
 from ratoon.loop.memory_watch import MemoryWatch
 from ratoon.loop.mesh import MeshShape, join_sequence_group
@@ -88,6 +88,7 @@ def train(recipe: Recipe, *, recipe_dir: Path, command: str, fresh: bool = False
 def _checked_inputs(recipe: Recipe, recipe_dir: Path, ranks: DataParallel) -> Inputs:
     check_attention(recipe.model.attention)
     check_sinks(recipe.logging)
+    check_rollout(recipe, is_evaluated=recipe.data.num_heldout > 0)
     MeshShape.of(recipe, ranks.world_size)
     return load_inputs(recipe, recipe_dir, scores=ranks.is_main)
 
@@ -262,7 +263,6 @@ async def _begin_or_resume(run: SynchronousRun, checkpoint: Path | None) -> None
             if run.recipe.sft is not None and not run.warm_start():
                 run.view.warn("stopped in the warm start, which the same command begins anew")
                 return
-            await run.publisher.publish(0)  # an engine with weights of its own was built before the warm start
             on_main(
                 run.data_parallel,
                 "writing of the reference",
@@ -270,6 +270,8 @@ async def _begin_or_resume(run: SynchronousRun, checkpoint: Path | None) -> None
             )
             run.use_reference(_reference(run))
             run.save()
+            # An engine with weights of its own was built before the warm start; one that fails now does not lose that.
+            await run.publisher.publish(0)
         # A run that failed in an evaluation still owes it.
         if (run.num_steps_done == 0 or run.is_evaluation_due) and not run.must_stop():
             await run.evaluate()

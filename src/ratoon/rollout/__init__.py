@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from ratoon.rollout.config import RolloutConfig
     from ratoon.rollout.engine import RolloutEngine
     from ratoon.rollout.errors import RolloutError, RolloutStalledError
-    from ratoon.rollout.factory import build_engine
+    from ratoon.rollout.factory import build_engine, check_engine
 
 _HOMES = {
     "RolloutConfig": "config",
@@ -15,9 +15,10 @@ _HOMES = {
     "RolloutError": "errors",
     "RolloutStalledError": "errors",
     "build_engine": "factory",
+    "check_engine": "factory",
 }
 
-__all__ = ["RolloutConfig", "RolloutEngine", "RolloutError", "RolloutStalledError", "build_engine"]
+__all__ = ["RolloutConfig", "RolloutEngine", "RolloutError", "RolloutStalledError", "build_engine", "check_engine"]
 
 
 def __getattr__(name: str) -> Any:

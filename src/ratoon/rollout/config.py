@@ -8,6 +8,8 @@ from ratoon.rollout.engines.http.config import ServerConfig
 from ratoon.rollout.engines.vllm.config import VllmConfig
 from ratoon.types.sampling import SamplingParams
 
+_ENGINES_OF_TABLE = {"server": ("vllm-server", "sglang-server"), "vllm": ("vllm",)}
+
 _BYTES_PER_KEPT_ID = 4
 """`SampledSupport.token_ids` are int32."""
 
@@ -97,6 +99,19 @@ class RolloutConfig(BaseModel):
                 f"max_new_tokens_per_step = {part} does nothing with max_response_tokens = {self.max_response_tokens}, "
                 "which no response passes in one step; leave it out, or lower it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _tables_are_the_engines(self) -> "RolloutConfig":
+        for name, engines in _ENGINES_OF_TABLE.items():
+            table: BaseModel = getattr(self, name)
+            changed = [key for key, value in table if value != type(table).model_fields[key].default]
+            if changed and self.engine not in engines:
+                raise ValueError(
+                    f'{name}.{changed[0]} does not act on engine = "{self.engine}", only on '
+                    f"{' and '.join(map(repr, engines))}; leave [rollout.{name}] out (in a command: "
+                    f"--rollout.{name}={{}}), or set engine"
+                )
         return self
 
     @property

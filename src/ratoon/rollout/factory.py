@@ -1,5 +1,6 @@
 """Which engine a recipe gets."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -8,7 +9,31 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ratoon.rollout.config import RolloutConfig
 from ratoon.rollout.engine import RolloutEngine
 from ratoon.rollout.errors import TESTED_TRANSFORMERS, RolloutError
-from ratoon.types import UserError
+from ratoon.types import SamplingParams, UserError
+
+
+def check_engine(config: RolloutConfig, *samplings: SamplingParams) -> None:
+    """Raise UserError for what `build_engine` would refuse whatever the model, and for what the engine could not draw.
+
+    samplings: that it will be asked for, beside those of `config`. Loads no engine's packages.
+    """
+    if config.engine == "vllm":
+        from ratoon.rollout.engines.vllm import refusals as of_vllm
+        from ratoon.rollout.engines.vllm.versions import check_vllm
+
+        check_vllm()
+        of_vllm.check_recipe(config)
+        for sampling in samplings:
+            of_vllm.check_sampling(sampling)
+    if config.engine in ("vllm-server", "sglang-server"):
+        if find_spec("httpx") is None:
+            raise UserError(f"rollout.engine = {config.engine!r} needs the package httpx: pip install httpx")
+        from ratoon.rollout.engines.http import refusals as of_servers
+
+        of_servers.check_settings(config)
+        of_servers.check_here(config)
+        for sampling in samplings:
+            of_servers.check_sampling(config.engine, sampling)
 
 
 def build_engine(
@@ -24,6 +49,7 @@ def build_engine(
     parameters: build it after the last change to the model's modules, and it follows the optimizer from then on.
     device: checked against the model's where it is given. run_dir: takes the log of a server that the engine starts.
     """
+    check_engine(config)
     if config.engine == "paged":
         from ratoon.rollout.engines.paged.engine import PagedEngine
         from ratoon.rollout.engines.shared_weights import check_device
@@ -55,10 +81,6 @@ def build_engine(
                 f"vllm {found} cannot be imported, or is built otherwise than {TESTED}, the tested version: {error}"
             ) from error
     if config.engine in ("vllm-server", "sglang-server"):
-        try:
-            import httpx  # noqa: F401  # comes with transformers
-        except ImportError as error:
-            raise UserError(f"rollout.engine = {config.engine!r} needs the package httpx: pip install httpx") from error
         from ratoon.rollout.engines.http.engine import ServerEngine
 
         return ServerEngine(config, model, tokenizer, run_dir)

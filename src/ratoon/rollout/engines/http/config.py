@@ -53,7 +53,10 @@ class ServerConfig(BaseModel):
         if url is None:
             return None
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+        if "@" in parts.netloc:
+            raise ValueError("names a user or a password, which would be written down; use api_key_variable")
+        is_plain = parts.scheme in ("http", "https") and parts.hostname and not (parts.query or parts.fragment)
+        if not is_plain or parts.port == 0 or any(letter <= " " for letter in url):  # a bad port raises ValueError
             raise ValueError(f"must be like 'http://127.0.0.1:8000', got {url!r}")
         return url.rstrip("/")
 

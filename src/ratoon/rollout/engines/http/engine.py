@@ -25,6 +25,7 @@ from ratoon.rollout.drafts import Ending, GroupDraft, PolicyStamp, ResponseDraft
 from ratoon.rollout.draws import request_seed
 from ratoon.rollout.engines.http.link import SERVER_KINDS, ServerLink
 from ratoon.rollout.engines.http.protocol import ResponseRequest, ServerLostError
+from ratoon.rollout.engines.http.refusals import check_sampling, check_settings, num_ranks
 from ratoon.rollout.engines.http.session import Session
 from ratoon.rollout.engines.http.temperature import check_scaled_logprobs
 from ratoon.rollout.engines.http.weight_files import WeightFolders
@@ -33,9 +34,6 @@ from ratoon.rollout.policy_weights import policy_stream
 from ratoon.rollout.stopping import StopStrings, eos_token_ids
 from ratoon.types import Prompt, RolloutGroup, SamplingParams, UserError
 from ratoon.weight_sync import WeightProbe, WeightStream
-
-_LEAST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
-"""vLLM raises lower ones to the first without a word, and its server refuses higher ones than the second."""
 
 _MOST_BARREN = 3
 """Streams in a row that end without a token, and without a reason of ours."""
@@ -396,7 +394,7 @@ class ServerEngine:
     def _check_request(self, prompt: Prompt, group_size: int, sampling: SamplingParams) -> None:
         if group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {group_size}")
-        _check_sampling(self._config.engine, sampling)
+        check_sampling(self._config.engine, sampling)
         largest = int(prompt.token_ids.max())
         if largest >= self._vocab_size:
             raise UserError(
@@ -415,46 +413,8 @@ class ServerEngine:
             )
 
 
-def check_settings(config: RolloutConfig) -> None:
-    """Raises UserError for what a server cannot do as the recipe has it."""
-    if not config.server.is_given:
-        raise UserError(
-            f"rollout.engine = {config.engine!r} needs [rollout.server] with url (of a server that runs) or command "
-            "(that starts one)"
-        )
-    _check_sampling(config.engine, config.sampling_params(seed=0))
-    if _num_ranks() > 1 and config.server.url is not None:
-        raise UserError(
-            f"rollout.server.url is of one server, and this run has {_num_ranks()} processes, each of which gives its "
-            "own server its weights; give rollout.server.command, which starts one for each, or train in one process"
-        )
-    if config.cache_tokens is not None:
-        raise UserError(
-            f"rollout.cache_tokens does not act on rollout.engine = {config.engine!r}, whose server has its own option "
-            "for it; remove it"
-        )
-
-
-def _check_sampling(engine: str, sampling: SamplingParams) -> None:
-    """Raises UserError for draws that could not be trained on exactly, or are refused by the server one by one."""
-    if sampling.temperature and sampling.is_truncated:
-        raise UserError(
-            f"rollout.engine = {engine!r} does not say which tokens top_p, top_k and min_p kept for each token, and "
-            'training must score each among these: set them to 1, 0 and 0, or use rollout.engine = "transformers"'
-        )
-    if sampling.temperature and not _LEAST_TEMPERATURE <= sampling.temperature <= _HIGHEST_TEMPERATURE:
-        raise UserError(
-            f"rollout.engine = {engine!r} draws at temperatures from {_LEAST_TEMPERATURE:g} to "
-            f"{_HIGHEST_TEMPERATURE:g}, as vLLM's server does; got {sampling.temperature:g}"
-        )
-
-
-def _num_ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
 def _log_name() -> str:
-    return f"server-rank{dist.get_rank()}.log" if _num_ranks() > 1 else "server.log"
+    return f"server-rank{dist.get_rank()}.log" if num_ranks() > 1 else "server.log"
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -86,7 +86,7 @@ class ServerLink:
         if self._connection is None or self._connection[0] is not loop or self._connection[1].url != self._url:
             assert self._url is not None, "a server has an address once it was started"
             transport = Transport(
-                self._url, name=self.kind.name, api_key=self._api_key(), timeout_s=self._config.request_timeout_s
+                self._url, name=self.kind.name, api_key=api_key(self._config), timeout_s=self._config.request_timeout_s
             )
             # The sockets of a loop that has ended are closed with its transports.
             self._connection = loop, transport, self.kind.protocol(transport)
@@ -214,14 +214,16 @@ class ServerLink:
         await asyncio.to_thread(process.stop)
         return f"it ran, but was not healthy for {_UNHEALTHY_S:g} s, and was ended"
 
-    def _api_key(self) -> str | None:
-        name = self._config.api_key_variable
-        if name is None:
-            return None
-        key = os.environ.get(name)
-        if not key:
-            raise UserError(f"rollout.server.api_key_variable names {name}, which is not set; export it")
-        return key
+
+def api_key(config: ServerConfig) -> str | None:
+    """What requests are signed with. Raises UserError where the variable that holds it is not set."""
+    name = config.api_key_variable
+    if name is None:
+        return None
+    key = os.environ.get(name)
+    if not key:
+        raise UserError(f"rollout.server.api_key_variable names {name}, which is not set; export it")
+    return key
 
 
 def _times(number: int) -> str:

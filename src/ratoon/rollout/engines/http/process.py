@@ -30,12 +30,7 @@ class ServerProcess:
         Raises UserError where the command's program is not there.
         """
         self.log = log
-        program = shutil.which(command[0])
-        if program is None:
-            raise UserError(
-                f"rollout.server.command begins with {command[0]!r}, which is no program that can be run from "
-                f"{Path.cwd()}; give its path, such as that of the Python of the environment that vLLM is installed in"
-            )
+        program = find_program(command[0])
         variables = dict(os.environ) | dict(entry.split("=", 1) for entry in environment)
         # One process, not one of ours: a launcher's variables would make it join our ranks.
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -82,6 +77,17 @@ class ServerProcess:
         chosen = named or [line for line in lines if _COMPLAINT.search(line)] or lines
         last = list(dict.fromkeys(reversed(chosen)))[:_NUM_LINES]  # one error is printed many times
         return "\n".join(f"  {line[:300]}" for line in reversed(last)) or "  (it printed nothing)"
+
+
+def find_program(name: str) -> str:
+    """The path of a command's program. Raises UserError where there is none."""
+    program = shutil.which(name)
+    if program is None:
+        raise UserError(
+            f"rollout.server.command begins with {name!r}, which is no program that can be run from {Path.cwd()}; give "
+            "its path, such as that of the Python of the environment that vLLM is installed in"
+        )
+    return program
 
 
 def describe_exit(status: int) -> str:

@@ -11,7 +11,17 @@ _LEAST_TEMPERATURE = 0.01
 
 
 def check_settings(config: RolloutConfig, model: PreTrainedModel) -> None:
-    """Raises UserError for what vLLM cannot do as the recipe has it."""
+    """Raises UserError for what vLLM cannot do as the recipe has it, with this model."""
+    check_recipe(config)
+    if config.vllm.sleep and model.device.type != "cuda":
+        raise UserError(
+            f"rollout.vllm.sleep = {config.vllm.sleep} gives back a GPU's memory, and the model is on the "
+            f"{model.device.type}; set it to 0"
+        )
+
+
+def check_recipe(config: RolloutConfig) -> None:
+    """Raises UserError for what vLLM cannot do, whatever the model."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise UserError(
             'rollout.engine = "vllm" runs in the process of the trainer, and this run has '
@@ -20,11 +30,6 @@ def check_settings(config: RolloutConfig, model: PreTrainedModel) -> None:
     if config.cache_tokens is not None:
         raise UserError(
             "rollout.cache_tokens is not vLLM's measure of its cache; remove it, and set rollout.vllm.cache_gib"
-        )
-    if config.vllm.sleep and model.device.type != "cuda":
-        raise UserError(
-            f"rollout.vllm.sleep = {config.vllm.sleep} gives back a GPU's memory, and the model is on the "
-            f"{model.device.type}; set it to 0"
         )
     check_sampling(config.sampling_params(seed=0))
 
