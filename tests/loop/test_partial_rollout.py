@@ -252,6 +252,8 @@ def test_a_run_says_what_it_waits_for_and_how_old_its_tokens_are(tiny: TinyRun):
     assert [row["num_groups"] for row in rows] == [0, 0, 2, 2, 2, 2]
     assert [row["num_waiting_groups"] for row in rows] == [2, 4, 4, 4, 4, 4]
     assert [row["num_lost_responses"] for row in rows] == [0] * 6
+    for name in ("reward_mean", "response_tokens_mean", "staleness_mean"):
+        assert [name in row for row in rows] == [False] * 2 + [True] * 4, "a mean over nothing is no 0"
     assert rows[2]["staleness_max"] == 2 and 0 < rows[2]["staleness_mean"] < 2
     said = (tiny.run_dir / "run.log").read_text()
     assert "no group is complete yet: all 2 go on in the next step" in said

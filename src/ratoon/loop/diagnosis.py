@@ -25,6 +25,9 @@ _MIN_REPEATS = 4
 _MAX_CYCLE_TOKENS = 256
 
 
+_OVER_RESPONSES = ("reward_mean", "reward_std", "response_tokens_mean", "staleness_mean")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDiagnosis:
     """Counts over one step's groups and responses."""
@@ -94,6 +97,13 @@ class StepDiagnosis:
             staleness_max=int(staleness.max(initial=0)),
             staleness_mean=float(staleness.mean()) if staleness.size else 0.0,
         )
+
+    def metrics(self) -> dict[str, MetricValue]:
+        """For metrics.jsonl. Means over no response are left out: a 0 would be read as a reward."""
+        found = asdict(self)
+        if self.num_responses:
+            return found
+        return {name: value for name, value in found.items() if name not in _OVER_RESPONSES}
 
     def warnings(self, facts: "StepFacts | None" = None) -> dict[str, str]:
         """For each degenerate case that rules the step, by its short name, one sentence.

@@ -425,7 +425,7 @@ class SynchronousRun:
         row = self.metrics.log(
             self.num_steps_done,
             "train",
-            **asdict(diagnosis),
+            **diagnosis.metrics(),
             **rollout.scored.metrics(),
             **{f"reward_of_{name}": mean for name, mean in rollout.reward_mean_by_source.items()},
             num_sampling_rounds=rollout.num_rounds,
