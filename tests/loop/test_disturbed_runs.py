@@ -27,6 +27,7 @@ def test_sigterm_ends_after_the_step_with_a_checkpoint(tiny: TinyRun, undisturbe
     assert traces(tiny.run_dir) == traces(undisturbed)
 
 
+@pytest.mark.full
 def test_reader_that_goes_does_not_end_the_run(tiny: TinyRun, undisturbed: Path, monkeypatch: pytest.MonkeyPatch):
     """`ratoon train ... | head -1`."""
     reader, writer = os.pipe()
@@ -48,6 +49,7 @@ def test_closed_output_does_not_end_the_run(tiny: TinyRun, monkeypatch: pytest.M
         sys.stdout.close()
 
 
+@pytest.mark.full
 def test_reward_that_closes_the_output_does_not_end_the_run(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch):
     (tiny.folder / "reward.py").write_text("import sys\ndef score(response):\n    sys.stdout.close()\n    return 1\n")
     with monkeypatch.context() as patch:
@@ -90,6 +92,7 @@ def test_whatever_ends_a_run_is_named(tiny: TinyRun, monkeypatch: pytest.MonkeyP
     assert "Traceback" in (tiny.run_dir / "run.log").read_text()
 
 
+@pytest.mark.full
 def test_reward_that_changes_the_folder_leaves_the_run_in_one(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch):
     elsewhere = tiny.folder / "elsewhere"
     elsewhere.mkdir()
@@ -103,6 +106,7 @@ def test_reward_that_changes_the_folder_leaves_the_run_in_one(tiny: TinyRun, mon
     assert "ratoon export runs/tiny tiny-model" in outcome.out
 
 
+@pytest.mark.full
 def test_changed_user_file_is_warned_of_on_resume(tiny: TinyRun):
     tiny.train("--trainer.num_steps=2")
     assert "has changed" not in tiny.train("--trainer.num_steps=3").out
@@ -113,6 +117,7 @@ def test_changed_user_file_is_warned_of_on_resume(tiny: TinyRun):
     assert "the Python file that reward.function names has changed since the checkpoint of step 3" in warned.out
 
 
+@pytest.mark.full
 def test_changed_filter_and_demonstrations_are_told_of_for_what_they_do(tiny: TinyRun):
     """A filter that lets other prompts through ends the run by name, and the file that did it is named before."""
     (tiny.folder / "keep.py").write_text("def keep(prompt):\n    return True\n")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.loop.tiny_run import SCORES_PER_STEP, WORDS, TinyRun, metrics_rows, rollouts, snapshot, traces
+from tests.sampling import sampled
 
 from ratoon.config.loading import load_recipe
 from ratoon.loop import synchronous
@@ -103,7 +104,7 @@ def test_complete_run_says_so_and_changes_nothing(tiny: TinyRun):
     assert snapshot(tiny.folder) == before
 
 
-@pytest.mark.parametrize("stop_at", [1, 4])
+@pytest.mark.parametrize("stop_at", sampled(1, 4))
 def test_more_steps_continue_as_if_never_stopped(tiny: TinyRun, undisturbed: Path, stop_at: int):
     """verl#5725, verl#7401: step 4 ends an epoch exactly, where a resumed stream must begin the next one."""
     assert tiny.train("--trainer.num_steps", str(stop_at), "--data.num_heldout=3").status == 0
@@ -220,6 +221,7 @@ def test_each_signal_says_what_stops_at_once(tiny: TinyRun, action: str, status:
     assert words.replace("PID", str(os.getpid())) in stopped.out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("silence_s", "steps"), [(1e9, [1, 4, 8, 12, 16, 20]), (0.0, list(range(1, 21)))])
 def test_warm_start_is_never_silent_for_long(
     silence_s: float, steps: list[int], tiny: TinyRun, monkeypatch: pytest.MonkeyPatch
@@ -231,6 +233,7 @@ def test_warm_start_is_never_silent_for_long(
     assert [line.split()[2] for line in shown if line.startswith("sft step")] == [f"{step}/20" for step in steps]
 
 
+@pytest.mark.full
 def test_interrupt_in_the_last_step_leaves_the_evaluation_to_the_next_command(tiny: TinyRun, undisturbed: Path):
     tiny.trigger(after_scores=3 + 5 * SCORES_PER_STEP + 3, action="interrupt")
     assert tiny.train().status == 130
@@ -239,6 +242,7 @@ def test_interrupt_in_the_last_step_leaves_the_evaluation_to_the_next_command(ti
     assert traces(tiny.run_dir) == traces(undisturbed)
 
 
+@pytest.mark.full
 def test_interrupt_in_the_first_evaluation_takes_no_step(tiny: TinyRun, undisturbed: Path):
     tiny.trigger(after_scores=1, action="interrupt")
     assert tiny.train().status == 130
@@ -291,6 +295,7 @@ def test_failing_reward_ends_the_run_with_its_cause_and_the_run_goes_on_once_men
     assert traces(tiny.run_dir) == traces(undisturbed)
 
 
+@pytest.mark.full
 def test_failing_reward_loses_none_of_the_steps_before_it(tiny: TinyRun, undisturbed: Path):
     tiny.trigger(after_scores=3 + 3 * SCORES_PER_STEP + 1, action="raise")
     assert tiny.train("--trainer.checkpoint_every_steps=50").status == 2
@@ -301,6 +306,7 @@ def test_failing_reward_loses_none_of_the_steps_before_it(tiny: TinyRun, undistu
     assert traces(tiny.run_dir) == traces(undisturbed)
 
 
+@pytest.mark.full
 def test_failing_reward_in_an_evaluation_loses_no_step_and_the_evaluation_is_made_up_for(
     tiny: TinyRun, undisturbed: Path
 ):
@@ -338,6 +344,7 @@ def test_evaluation_that_lost_every_response_has_no_reward_to_show(tiny: TinyRun
     assert line.split() == ["held-out", "reward", "not", "evaluated"]
 
 
+@pytest.mark.full
 def test_final_page_totals_failed_rewards_of_every_process_of_the_run(tiny: TinyRun):
     (tiny.folder / "reward.py").write_text(
         "def score(response):\n    if 'a' in response:\n        raise ValueError\n    return len(response)\n"
@@ -421,6 +428,7 @@ def test_no_steps_and_no_heldout_prompts_are_runs_too(tiny: TinyRun, overrides: 
     assert "is complete" in again.out
 
 
+@pytest.mark.full
 def test_checkpoints_removed_from_a_run_are_missed(tiny: TinyRun):
     tiny.train("--trainer.num_steps=2")
     shutil.rmtree(tiny.run_dir / "checkpoints")

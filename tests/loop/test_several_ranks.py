@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tests.loop.several_ranks import start_ranks
 from tests.loop.tiny_run import SCORES_PER_STEP, VARIANTS, Outcome, TinyRun, metrics_rows, rollouts, write_tiny_recipe
+from tests.sampling import sampled
 
 SHORT = ("--trainer.num_steps=3",)
 COMPARED = (
@@ -136,8 +137,8 @@ def test_a_failing_reward_is_told_once_and_no_step_is_lost(tiny: TinyRun, forks:
     ("wrong", "words"),
     [
         (("--reward.function=python:absent.py:score",), "absent.py"),
-        (("--data.source=absent.jsonl",), "absent.jsonl"),
-        (("--model.lora.rank=2", "--trainer.sharding=full"), "trainer.sharding"),
+        pytest.param(("--data.source=absent.jsonl",), "absent.jsonl", marks=pytest.mark.full),
+        pytest.param(("--model.lora.rank=2", "--trainer.sharding=full"), "trainer.sharding", marks=pytest.mark.full),
         (("--trainer.sharding=half",), "trainer.sharding"),
     ],
 )
@@ -189,7 +190,7 @@ def hang_before_the_update(rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("disturb", "limit_s", "statuses"),
-    [(die_in_the_update, 100.0, (1, -signal.SIGKILL)), (hang_before_the_update, 6.0, (1, None))],
+    sampled((hang_before_the_update, 6.0, (1, None)), (die_in_the_update, 100.0, (1, -signal.SIGKILL))),
 )
 def test_a_rank_that_dies_or_hangs_ends_the_run_by_name(
     tiny: TinyRun,

@@ -106,6 +106,7 @@ def test_open_tensorboard_forgets_the_steps_that_are_taken_again(tmp_path: Path)
     assert [event.step for event in events.Scalars("sft/loss")] == [9]
 
 
+@pytest.mark.full
 def test_tensorboard_holds_two_files_after_many_resumes_and_a_clock_set_back(
     tmp_path: Path,
 ):
@@ -204,6 +205,7 @@ def trackio_rows(tmp_path: Path, project: str) -> list[tuple[str, int, dict[str,
     return [(name, step, json.loads(metrics)) for name, step, metrics in rows]
 
 
+@pytest.mark.full
 def test_trackio_holds_each_number_once_after_a_resume(tmp_path: Path):
     run_dir = tmp_path / "run"
     assert log_twice(run_dir, "trackio", project="spelling") == []

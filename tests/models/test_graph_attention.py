@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.parity.families import VOCAB_SIZE, build_model, gradients
+from tests.sampling import sampled
 from torch._dynamo.utils import counters
 
 from ratoon.layout import PackedLayout, pack_groups
@@ -76,7 +77,7 @@ def test_sinks_learn_in_a_graph():
     assert all(torch.allclose(got[name], wanted[name], rtol=1e-4, atol=1e-5) for name in wanted)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", sampled(False, True))
 def test_a_forest_lives_as_long_as_the_graph_of_its_pass(is_compiled: bool):
     model = attach(build_model("qwen3", dtype=torch.float32))
     if is_compiled:

@@ -94,6 +94,7 @@ def test_adapters_alone_are_compared_and_counted(tmp_path: Path):
         assert 0 < row["slice_gradient_gap"] < 1e-3
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("peers_on_cpu")
 def test_a_red_check_prints_no_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
