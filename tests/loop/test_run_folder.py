@@ -40,6 +40,20 @@ def test_refusal_frees_the_folder(recipe: Recipe):
         pass
 
 
+def test_what_vllm_takes_of_the_machine_may_change_and_what_it_draws_may_not(tmp_path: Path):
+    """A run that ran out of memory goes on with a smaller share."""
+    write_tiny_recipe(tmp_path)
+    given = ["--rollout.engine=vllm", "--rollout.vllm.gpu_memory_utilization=0.4", "--rollout.vllm.sleep=0"]
+    with open_run_folder(load_recipe(tmp_path / "recipe.toml", given), fresh=False):
+        pass
+    smaller = ["--rollout.engine=vllm", "--rollout.vllm.gpu_memory_utilization=0.3", "--rollout.vllm.sleep=2"]
+    with open_run_folder(load_recipe(tmp_path / "recipe.toml", smaller), fresh=False):
+        pass
+    other = load_recipe(tmp_path / "recipe.toml", [*smaller, "--rollout.vllm.dtype=float32"])
+    with pytest.raises(UserError, match=r"changed: rollout\.vllm\.dtype"):
+        open_run_folder(other, fresh=False)
+
+
 def test_stored_recipe_is_the_resolved_one(recipe: Recipe):
     with open_run_folder(recipe, fresh=False) as folder:
         assert load_recipe(folder.path / "recipe.toml") == recipe

@@ -35,6 +35,8 @@ _MAY_CHANGE = (
     "trainer.rank_timeout_s",
     "rollout.timeout_s",
     "rollout.server.",
+    *(f"rollout.vllm.{key}" for key in ("gpu_memory_utilization", "cache_gib", "enforce_eager", "sleep", "bucket_mib")),
+    "rollout.vllm.max_probe_gap",
     "reward.timeout_s",
     "reward.num_workers",
     "reward.start_timeout_s",
