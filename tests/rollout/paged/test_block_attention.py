@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ratoon.attention.kernel import Scoring
+from ratoon.rollout.engines.paged.block_attention import LayerRows
 from ratoon.rollout.engines.paged.block_cache import LayerCache
 from ratoon.rollout.engines.paged.gathered_decode import GatheredDecode
 from ratoon.rollout.engines.paged.prefill import Prefill
@@ -61,9 +62,11 @@ class Rule:
     softcap: float | None = None
     sinks_H: Tensor | None = None
 
-    @property
-    def scoring(self) -> Scoring:
-        return Scoring(softmax_scale=self.scale, softcap=self.softcap)
+    def rows(self, q_RHD: Tensor, k_RHD: Tensor, v_RHE: Tensor) -> LayerRows:
+        scoring = Scoring(softmax_scale=self.scale, softcap=self.softcap)
+        return LayerRows(
+            q_RHD=q_RHD, k_RHD=k_RHD, v_RHE=v_RHE, sinks_H=self.sinks_H, scoring=scoring, window=self.window
+        )
 
 
 RULES = [
@@ -100,7 +103,7 @@ def test_decode_is_one_softmax_over_prompt_and_own_keys(rule: Rule, seed: int, b
     layer = LayerCache(*(torch.randn(NUM_BLOCKS, K, block_tokens, width, generator=generator) for width in (D, DV)))
     k_BKD, v_BKD = (torch.randn(rows.token_B.size, K, width, generator=generator) for width in (D, DV))
     attention = GatheredDecode(rows, block_tokens, CPU)
-    out_BHD = attention.attend(layer, q_BHD, k_BKD, v_BKD, rule.sinks_H, rule.scoring, rule.window)
+    out_BHD = attention.attend(layer, rule.rows(q_BHD, k_BKD, v_BKD))
     for row, prompt in enumerate(rows.prompt_of_B.tolist()):
         read = cells(rows.prompt_table_UX[prompt], int(rows.num_prompt_keys_U[prompt]), block_tokens)
         read += cells(rows.own_table_BX[row], int(rows.num_own_keys_B[row]), block_tokens)
@@ -132,7 +135,7 @@ def test_each_row_of_a_piece_reads_the_keys_up_to_its_own(rule: Rule, seed: int,
     R = prefill.token_ids_R.size
     q_RHD = torch.randn(R, H, D, generator=generator)
     k_RKD, v_RKD = (torch.randn(R, K, width, generator=generator) for width in (D, DV))
-    out_RHD = prefill.attend(layer, q_RHD, k_RKD, v_RKD, rule.sinks_H, rule.scoring, rule.window)
+    out_RHD = prefill.attend(layer, rule.rows(q_RHD, k_RKD, v_RKD))
     for number, piece in enumerate(pieces):
         (rows,) = np.nonzero(prefill.token_ids_R == number)
         assert prefill.last_row_of(piece) == rows[-1]

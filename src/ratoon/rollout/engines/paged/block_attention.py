@@ -6,6 +6,7 @@ serves every pass.
 
 # Shape letters: R rows of a pass, H heads (Hq query, Hkv key and value), D head dim, E value head dim.
 
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -21,23 +22,25 @@ BLOCK_ATTENTION = "ratoon_paged_blocks"
 """Name under which transformers finds `block_attention`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerRows:
+    """What one layer brings to its attention, for the rows of one pass."""
+
+    q_RHD: Tensor
+    k_RHD: Tensor
+    v_RHE: Tensor
+    sinks_H: Tensor | None
+    scoring: Scoring
+
+    window: int | None
+    """A row reads the keys at most `window - 1` positions before it; None: all."""
+
+
 class Attention(Protocol):
     """What the rows of one pass write and read, the same in every layer."""
 
-    def attend(
-        self,
-        layer: LayerCache,
-        q_RHD: Tensor,
-        k_RHD: Tensor,
-        v_RHE: Tensor,
-        sinks_H: Tensor | None,
-        scoring: Scoring,
-        window: int | None,
-    ) -> Tensor:
-        """[R, Hq, E] in q's dtype. The keys and values enter the layer's cache before it is read.
-
-        window: a row reads the keys at most `window - 1` positions before it; None: all.
-        """
+    def attend(self, cache: LayerCache, rows: LayerRows) -> Tensor:
+        """[R, Hq, E] in q's dtype. The keys and values enter the layer's cache before it is read."""
         ...
 
 
@@ -57,19 +60,11 @@ class PagedPass:
         """The next layer is the first."""
         self._num_layers = 0
 
-    def attend_next(
-        self,
-        q_RHD: Tensor,
-        k_RHD: Tensor,
-        v_RHE: Tensor,
-        sinks_H: Tensor | None,
-        scoring: Scoring,
-        window: int | None,
-    ) -> Tensor:
+    def attend_next(self, rows: LayerRows) -> Tensor:
         """Of the next layer."""
-        layer = self._cache.layer(self._num_layers, k_RHD, v_RHE)
+        layer = self._cache.layer(self._num_layers, rows.k_RHD, rows.v_RHE)
         self._num_layers += 1
-        return self._attention.attend(layer, q_RHD, k_RHD, v_RHE, sinks_H, scoring, window)
+        return self._attention.attend(layer, rows)
 
 
 _PASSES: WeakValueDictionary[int, PagedPass] = WeakValueDictionary()
@@ -119,8 +114,15 @@ def _attend_op(
 ) -> Tensor:
     paged_pass = _PASSES.get(int(number))
     assert paged_pass is not None, f"pass {int(number)} is over, and a layer still attends in it"
-    scoring = Scoring(softmax_scale=softmax_scale, softcap=softcap)
-    return paged_pass.attend_next(q_RHD, k_RHD, v_RHE, sinks_H, scoring, window).contiguous()
+    rows = LayerRows(
+        q_RHD=q_RHD,
+        k_RHD=k_RHD,
+        v_RHE=v_RHE,
+        sinks_H=sinks_H,
+        scoring=Scoring(softmax_scale=softmax_scale, softcap=softcap),
+        window=window,
+    )
+    return paged_pass.attend_next(rows).contiguous()
 
 
 @_attend_op.register_fake

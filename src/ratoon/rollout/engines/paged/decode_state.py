@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ratoon.attention.kernel import Scoring
 from ratoon.attention.paged.decode import SPLIT_KEYS, DeviceReads, decode, write_keys
 from ratoon.attention.paged.reads import PagedReads, ReadSizes
 from ratoon.models.logits import float32_logits
 from ratoon.models.settings import setting
 from ratoon.ops.sampling.entry import draw_tokens
-from ratoon.rollout.engines.paged.block_attention import PagedPass
+from ratoon.rollout.engines.paged.block_attention import LayerRows, PagedPass
 from ratoon.rollout.engines.paged.block_cache import BlockCache, LayerCache
 from ratoon.rollout.engines.paged.runner import DecodeRows, Draws
 from ratoon.rollout.engines.paged.step_graphs import StepGraphs
@@ -25,20 +24,12 @@ class KernelDecode:
     def __init__(self, reads: DeviceReads) -> None:
         self._reads = reads
 
-    def attend(
-        self,
-        layer: LayerCache,
-        q_RHD: Tensor,
-        k_RHD: Tensor,
-        v_RHE: Tensor,
-        sinks_H: Tensor | None,
-        scoring: Scoring,
-        window: int | None,
-    ) -> Tensor:
+    def attend(self, cache: LayerCache, rows: LayerRows) -> Tensor:
         """See `Attention.attend`."""
-        q_RHD, k_RHD, v_RHE = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_RHD, k_RHD, v_RHE))
-        write_keys(k_RHD, v_RHE, layer.k_cache, layer.v_cache, self._reads)
-        return decode(q_RHD, layer.k_cache, layer.v_cache, self._reads, scoring, window=window, sinks_H=sinks_H)
+        q_RHD, k_RHD, v_RHE = (x if x.stride(-1) == 1 else x.contiguous() for x in (rows.q_RHD, rows.k_RHD, rows.v_RHE))
+        caches = cache.k_cache, cache.v_cache
+        write_keys(k_RHD, v_RHE, *caches, self._reads)
+        return decode(q_RHD, *caches, self._reads, rows.scoring, window=rows.window, sinks_H=rows.sinks_H)
 
 
 class DecodeState:

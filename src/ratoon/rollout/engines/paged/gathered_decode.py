@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ratoon.attention.kernel import Scoring
+from ratoon.rollout.engines.paged.block_attention import LayerRows
 from ratoon.rollout.engines.paged.block_cache import LayerCache
 from ratoon.rollout.engines.paged.runner import DecodeRows
 
@@ -31,36 +31,29 @@ class GatheredDecode:
         self._own_table_BX = on_device(rows.own_table_BX)
         self._num_own_keys_B1 = on_device(rows.num_own_keys_B)[:, None]
 
-    def attend(
-        self,
-        layer: LayerCache,
-        q_RHD: Tensor,
-        k_RHD: Tensor,
-        v_RHE: Tensor,
-        sinks_H: Tensor | None,
-        scoring: Scoring,
-        window: int | None,
-    ) -> Tensor:
+    def attend(self, cache: LayerCache, rows: LayerRows) -> Tensor:
         """See `Attention.attend`."""
-        layer.k_cache[self._write_block_B, :, self._write_offset_B] = k_RHD
-        layer.v_cache[self._write_block_B, :, self._write_offset_B] = v_RHE
+        cache.k_cache[self._write_block_B, :, self._write_offset_B] = rows.k_RHD
+        cache.v_cache[self._write_block_B, :, self._write_offset_B] = rows.v_RHE
         tables = self._prompt_table_BX, self._own_table_BX
         k_BTHD, v_BTHE = (
-            torch.cat([_gathered(cache, table_BX) for table_BX in tables], dim=1)
-            for cache in (layer.k_cache, layer.v_cache)
+            torch.cat([_gathered(found, table_BX) for table_BX in tables], dim=1)
+            for found in (cache.k_cache, cache.v_cache)
         )
-        mask_BT = self._mask(layer.k_cache.shape[2], window)
-        dtype = torch.promote_types(q_RHD.dtype, torch.float32)
-        q_BKGD = q_RHD.to(dtype).unflatten(1, (k_RHD.shape[1], -1))
+        mask_BT = self._mask(cache.k_cache.shape[2], rows.window)
+        scoring, num_key_heads = rows.scoring, rows.k_RHD.shape[1]
+        dtype = torch.promote_types(rows.q_RHD.dtype, torch.float32)
+        q_BKGD = rows.q_RHD.to(dtype).unflatten(1, (num_key_heads, -1))
         scores_BKGT = torch.einsum("bkgd,btkd->bkgt", q_BKGD, k_BTHD.to(dtype)) * scoring.softmax_scale
         if scoring.softcap is not None:
             scores_BKGT = torch.tanh(scores_BKGT / scoring.softcap) * scoring.softcap
         scores_BKGT.masked_fill_(~mask_BT[:, None, None], float("-inf"))
-        if sinks_H is not None:
-            sinks_KG1 = sinks_H.to(dtype).view(k_RHD.shape[1], -1, 1)
+        if rows.sinks_H is not None:
+            sinks_KG1 = rows.sinks_H.to(dtype).view(num_key_heads, -1, 1)
             scores_BKGT = torch.cat([scores_BKGT, sinks_KG1.expand(scores_BKGT.shape[0], -1, -1, 1)], dim=-1)
         probs_BKGT = torch.softmax(scores_BKGT, dim=-1)[..., : mask_BT.shape[1]]
-        return torch.einsum("bkgt,btke->bkge", probs_BKGT, v_BTHE.to(dtype)).flatten(1, 2).to(q_RHD.dtype)
+        out_BKGE = torch.einsum("bkgt,btke->bkge", probs_BKGT, v_BTHE.to(dtype))
+        return out_BKGE.flatten(1, 2).to(rows.q_RHD.dtype)
 
     def _mask(self, block_tokens: int, window: int | None) -> Tensor:
         """[B, T] which of the gathered keys a row reads: those behind a table's end are no keys."""

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.attention import AttentionPlan, forest_attention
-from ratoon.attention.kernel import Scoring
 from ratoon.attention.transfer import to_device
 from ratoon.layout import PackedLayout, pack_documents
+from ratoon.rollout.engines.paged.block_attention import LayerRows
 from ratoon.rollout.engines.paged.block_cache import LayerCache
 from ratoon.rollout.engines.paged.runner import PrefillPiece
 
@@ -51,30 +51,21 @@ class Prefill:
         index = next(index for index, found in enumerate(self.pieces) if found is piece)
         return sum(found.token_ids.size for found in self.pieces[: index + 1]) - 1
 
-    def attend(
-        self,
-        layer: LayerCache,
-        q_RHD: Tensor,
-        k_RHD: Tensor,
-        v_RHE: Tensor,
-        sinks_H: Tensor | None,
-        scoring: Scoring,
-        window: int | None,
-    ) -> Tensor:
+    def attend(self, cache: LayerCache, rows: LayerRows) -> Tensor:
         """See `Attention.attend`."""
-        layer.k_cache[self._write_block_R, :, self._write_offset_R] = k_RHD
-        layer.v_cache[self._write_block_R, :, self._write_offset_R] = v_RHE
-        found: list[Tensor] = []
+        cache.k_cache[self._write_block_R, :, self._write_offset_R] = rows.k_RHD
+        cache.v_cache[self._write_block_R, :, self._write_offset_R] = rows.v_RHE
+        outs: list[Tensor] = []
         row = self._num_whole_rows
         if row:
-            plan = self._whole.of(window)
-            found.append(_attend(q_RHD[:row], k_RHD[:row], v_RHE[:row], plan, sinks_H, scoring))
+            keys = rows.k_RHD[:row], rows.v_RHE[:row]
+            outs.append(_attend(rows.q_RHD[:row], *keys, self._whole.of(rows.window), rows))
         for piece in self._continued:
             end = row + piece.plans.num_query_rows
-            k_THD, v_THE = (cache[piece.block_T, :, piece.offset_T] for cache in (layer.k_cache, layer.v_cache))
-            found.append(_attend(q_RHD[row:end], k_THD, v_THE, piece.plans.of(window), sinks_H, scoring))
+            k_THD, v_THE = (found[piece.block_T, :, piece.offset_T] for found in (cache.k_cache, cache.v_cache))
+            outs.append(_attend(rows.q_RHD[row:end], k_THD, v_THE, piece.plans.of(rows.window), rows))
             row = end
-        return torch.cat(found)
+        return torch.cat(outs)
 
 
 class _Plans:
@@ -108,16 +99,10 @@ class _Continued:
         self.plans = _Plans([np.zeros(piece.num_keys, np.int64)], piece.start, block_T.device)
 
 
-def _attend(
-    q_RHD: Tensor,
-    k_THD: Tensor,
-    v_THE: Tensor,
-    plan: AttentionPlan,
-    sinks_H: Tensor | None,
-    scoring: Scoring,
-) -> Tensor:
+def _attend(q_RHD: Tensor, k_THD: Tensor, v_THE: Tensor, plan: AttentionPlan, rows: LayerRows) -> Tensor:
+    scoring = rows.scoring
     return forest_attention(
-        q_RHD, k_THD, v_THE, plan, softmax_scale=scoring.softmax_scale, softcap=scoring.softcap, sinks_H=sinks_H
+        q_RHD, k_THD, v_THE, plan, softmax_scale=scoring.softmax_scale, softcap=scoring.softcap, sinks_H=rows.sinks_H
     )
 
 
