@@ -27,6 +27,11 @@ VOCAB = 258
 Fault = Callable[["Handler"], None]
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128
+    """With five, the usual number, more that connect at once wait a second for their next try."""
+
+
 def policy_logits(weights: float, token_ids: list[int]) -> NDArray[np.float64]:
     """[V]: of the next token. `weights` stands for all of a model's."""
     words = repr((weights, token_ids)).encode()
@@ -77,7 +82,7 @@ class FakeServer:
     num_pauses: int = 0
 
     def __post_init__(self) -> None:
-        self._http = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self._http = _Server(("127.0.0.1", self.port), Handler)
         self._http.daemon_threads = True
         cast(Any, self._http).fake = self
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
