@@ -11,14 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ratoon.models.settings import setting
-from ratoon.rollout.begun import check_begun, check_new_tokens, check_no_routes
 from ratoon.rollout.config import RolloutConfig
-from ratoon.rollout.drafts import Ending, GroupDraft, PolicyStamp
+from ratoon.rollout.draft_maker import DraftMaker, check_prompt
+from ratoon.rollout.drafts import GroupDraft, PolicyStamp
 from ratoon.rollout.engines.shared_weights import share_again
 from ratoon.rollout.engines.stepping import Batch, StepReport
 from ratoon.rollout.engines.worker import WorkerThread
 from ratoon.rollout.errors import RolloutError, RolloutStalledError
-from ratoon.rollout.stopping import StopStrings, eos_token_ids
 from ratoon.types import Prompt, RolloutGroup, SamplingParams, UserError
 
 Result = TypeVar("Result")
@@ -58,9 +57,7 @@ class InProcessEngine(Generic[BatchT]):
         self._twin = twin
         self._stamp = PolicyStamp()
         self._batch = batch
-        generation_config = model.generation_config
-        configured = None if generation_config is None else generation_config.eos_token_id
-        self._eos_ids = eos_token_ids(configured, tokenizer)
+        self._drafts = DraftMaker.of(config, model, tokenizer, self._stamp)
         self._worker = worker or WorkerThread("ratoon-rollout")
         if model.device.type == "cuda":
             # A new thread begins with the first GPU, which may be another rank's.
@@ -88,21 +85,14 @@ class InProcessEngine(Generic[BatchT]):
         """See `RolloutEngine.generate`. Waits for its own future, which the driver task resolves."""
         self._check_open()
         self._check_request(prompt, group_size, sampling)
-        check_new_tokens(max_new_tokens)
-        if begun is not None:
-            check_begun(begun, prompt, group_size=group_size, sampling=sampling, vocab_size=self._num_embeddings)
-            check_no_routes(begun)
-        stop = StopStrings(sampling.stop, self._tokenizer)
-        ending = Ending(self._eos_ids, stop, sampling.max_response_tokens, max_new_tokens)
-        draft = GroupDraft.start(
+        draft = self._drafts.make(
             prompt,
-            group_size,
-            sampling,
-            step,
-            ending=ending,
-            stamp=self._stamp,
-            max_support_ids=self._config.max_support_ids,
+            group_size=group_size,
+            sampling=sampling,
+            step=step,
             begun=begun,
+            max_new_tokens=max_new_tokens,
+            vocab_size=self._num_embeddings,
         )
         if draft.is_complete:
             return draft.group(self._tokenizer)
@@ -172,15 +162,7 @@ class InProcessEngine(Generic[BatchT]):
             raise RolloutError("the rollout engine is closed; build another one with build_engine")
 
     def _check_request(self, prompt: Prompt, group_size: int, sampling: SamplingParams) -> None:
-        if group_size < 1:
-            raise ValueError(f"group_size must be at least 1, got {group_size}")
-        num_embeddings = self._num_embeddings
-        largest = int(prompt.token_ids.max())
-        if largest >= num_embeddings:
-            raise UserError(
-                f"prompt {prompt.id!r} holds token id {largest}, but the model has {num_embeddings:,} embeddings; "
-                "use the tokenizer of the model"
-            )
+        check_prompt(prompt, group_size, self._num_embeddings)
         positions = setting(self._model.config.get_text_config(), "max_position_embeddings")
         longest = prompt.num_tokens + sampling.max_response_tokens
         if positions is not None and longest > positions:

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ratoon.models.settings import setting
-from ratoon.rollout.begun import check_begun, check_new_tokens, check_no_routes
 from ratoon.rollout.config import RolloutConfig
-from ratoon.rollout.drafts import Ending, GroupDraft, PolicyStamp, ResponseDraft
+from ratoon.rollout.draft_maker import DraftMaker, check_prompt
+from ratoon.rollout.drafts import GroupDraft, PolicyStamp, ResponseDraft
 from ratoon.rollout.draws import request_seed
 from ratoon.rollout.engines.http.link import SERVER_KINDS, ServerLink
 from ratoon.rollout.engines.http.protocol import ResponseRequest, ServerLostError
@@ -31,7 +31,6 @@ from ratoon.rollout.engines.http.temperature import check_scaled_logprobs
 from ratoon.rollout.engines.http.weight_files import WeightFolders
 from ratoon.rollout.errors import RolloutError, RolloutStalledError
 from ratoon.rollout.policy_weights import policy_stream
-from ratoon.rollout.stopping import StopStrings, eos_token_ids
 from ratoon.types import Prompt, RolloutGroup, SamplingParams, UserError
 from ratoon.weight_sync import WeightProbe, WeightStream
 
@@ -72,7 +71,7 @@ class ServerEngine:
             max_mean_abs=config.server.max_probe_gap,
             limit_key="rollout.server.max_probe_gap",
         )
-        self._eos_ids = _eos_ids(model, tokenizer)
+        self._drafts = DraftMaker.of(config, model, tokenizer, self._stamp)
         vocab_size = setting(model.config.get_text_config(), "vocab_size")
         assert isinstance(vocab_size, int), "a language model's config has a vocab_size"
         self._vocab_size = vocab_size
@@ -107,20 +106,14 @@ class ServerEngine:
         it came. Waits for one stream a response, and before the first for the server itself."""
         self._check_open()
         self._check_request(prompt, group_size, sampling)
-        check_new_tokens(max_new_tokens)
-        if begun is not None:
-            check_begun(begun, prompt, group_size=group_size, sampling=sampling, vocab_size=self._vocab_size)
-            check_no_routes(begun)
-        stop = StopStrings(sampling.stop, self._tokenizer)
-        draft = GroupDraft.start(
+        draft = self._drafts.make(
             prompt,
-            group_size,
-            sampling,
-            step,
-            ending=Ending(self._eos_ids, stop, sampling.max_response_tokens, max_new_tokens),
-            stamp=self._stamp,
-            max_support_ids=self._config.max_support_ids,
+            group_size=group_size,
+            sampling=sampling,
+            step=step,
             begun=begun,
+            max_new_tokens=max_new_tokens,
+            vocab_size=self._vocab_size,
         )
         call = _Call(draft)
         self._calls[id(call)] = call
@@ -295,7 +288,7 @@ class ServerEngine:
             token_ids=[*call.draft.prompt.token_ids.tolist(), *draft.token_ids],
             max_tokens=draft.num_left,
             temperature=draft.temperature,
-            stop_token_ids=sorted(self._eos_ids),
+            stop_token_ids=sorted(draft.ending.eos_ids),
             seed=request_seed(draft.key, num_tokens),
             request_id=self._session().next_id(),
         )
@@ -392,15 +385,8 @@ class ServerEngine:
             raise RolloutError("the rollout engine is closed; build another one with build_engine")
 
     def _check_request(self, prompt: Prompt, group_size: int, sampling: SamplingParams) -> None:
-        if group_size < 1:
-            raise ValueError(f"group_size must be at least 1, got {group_size}")
+        check_prompt(prompt, group_size, self._vocab_size)
         check_sampling(self._config.engine, sampling)
-        largest = int(prompt.token_ids.max())
-        if largest >= self._vocab_size:
-            raise UserError(
-                f"prompt {prompt.id!r} holds token id {largest}, but the model has {self._vocab_size:,}; "
-                "use the tokenizer of the model"
-            )
 
     def _check_length(self, prompt: Prompt, sampling: SamplingParams) -> None:
         assert self._link.facts is not None, "the server is ready"
@@ -415,11 +401,6 @@ class ServerEngine:
 
 def _log_name() -> str:
     return f"server-rank{dist.get_rank()}.log" if num_ranks() > 1 else "server.log"
-
-
-def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    settings = model.generation_config
-    return eos_token_ids(None if settings is None else settings.eos_token_id, tokenizer)
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:

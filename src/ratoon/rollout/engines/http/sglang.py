@@ -9,11 +9,11 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from ratoon.rollout.engines.http.common_endpoints import facts_of_models, is_healthy
 from ratoon.rollout.engines.http.protocol import (
     ChunkEnd,
     ResponseRequest,
     ServerFacts,
-    ServerLostError,
     TokenChunk,
     checked_chunk,
     checked_scores,
@@ -50,10 +50,7 @@ class SglangServer:
         self._transport = transport
 
     async def is_healthy(self) -> bool:
-        try:
-            return await self._transport.status("/health") == 200
-        except ServerLostError:
-            return False
+        return await is_healthy(self._transport)
 
     async def facts(self) -> ServerFacts:
         """Raises UserError where the version is not of the 0.5 line."""
@@ -64,13 +61,7 @@ class SglangServer:
                 f"the server at {self._transport.url} is SGLang {version}; one of the 0.5 line is wanted, whose "
                 "endpoints for new weights are known"
             )
-        models = await self._transport.get("/v1/models")
-        cards = models.get("data") if isinstance(models, dict) else None
-        if not isinstance(cards, list) or not cards or not all(isinstance(card, dict) for card in cards):
-            raise RolloutError(f"SGLang at {self._transport.url} lists no model: {shortened(models)}")
-        longest = cards[0].get("max_model_len")
-        names = tuple(str(card.get("id")) for card in cards)
-        return ServerFacts(version, names, longest if isinstance(longest, int) else None)
+        return await facts_of_models(self._transport, self.name, version)
 
     async def check_serves_updates(self) -> None:
         try:

@@ -9,11 +9,11 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from ratoon.rollout.engines.http.common_endpoints import facts_of_models, is_healthy
 from ratoon.rollout.engines.http.protocol import (
     ChunkEnd,
     ResponseRequest,
     ServerFacts,
-    ServerLostError,
     TokenChunk,
     checked_chunk,
     checked_scores,
@@ -61,10 +61,7 @@ class VllmServer:
         self._model = ""
 
     async def is_healthy(self) -> bool:
-        try:
-            return await self._transport.status("/health") == 200
-        except ServerLostError:
-            return False
+        return await is_healthy(self._transport)
 
     async def facts(self) -> ServerFacts:
         """Raises UserError where the version is not one of `TESTED_VLLM`."""
@@ -75,14 +72,9 @@ class VllmServer:
                 f"the server at {self._transport.url} is vLLM {version}; vllm{TESTED_VLLM} is wanted, whose endpoints "
                 "for new weights are known: install one of these for it"
             )
-        models = await self._transport.get("/v1/models")
-        cards = models.get("data") if isinstance(models, dict) else None
-        if not isinstance(cards, list) or not cards or not all(isinstance(card, dict) for card in cards):
-            raise RolloutError(f"vLLM at {self._transport.url} lists no model: {shortened(models)}")
-        names = tuple(str(card.get("id")) for card in cards)
-        self._model = names[0]
-        longest = cards[0].get("max_model_len")
-        return ServerFacts(version, names, longest if isinstance(longest, int) else None)
+        facts = await facts_of_models(self._transport, self.name, version)
+        self._model = facts.model_names[0]
+        return facts
 
     async def check_serves_updates(self) -> None:
         try:
