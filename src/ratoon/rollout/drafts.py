@@ -152,12 +152,14 @@ class ResponseDraft:
     def take_until_end(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> bool:
         """Append tokens up to the one that ends the response, and forget those behind it; true where it ended."""
         assert self.finish_reason is None, f"a response that ended by {self.finish_reason} was given more tokens"
-        together = [*self.token_ids, *token_ids]
-        if self.truncation is None and self.ending.is_far(together, len(token_ids), self.num_begun):
-            self.token_ids = together
-            self.logprobs += logprobs
-            self.versions += [self.stamp.version] * len(token_ids)
-            return False
+        if self.truncation is None:
+            num_before = len(self.token_ids)
+            self.token_ids += token_ids
+            if self.ending.is_far(self.token_ids, len(token_ids), self.num_begun):
+                self.logprobs += logprobs
+                self.versions += [self.stamp.version] * len(token_ids)
+                return False
+            del self.token_ids[num_before:]
         return any(self.take(token_id, logprob) for token_id, logprob in zip(token_ids, logprobs, strict=True))
 
     def response(self, tokenizer: PreTrainedTokenizerBase) -> Response:

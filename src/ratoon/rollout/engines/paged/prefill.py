@@ -31,6 +31,9 @@ class Prefill:
             to_device(np.concatenate([cell_T[-size:] for cell_T, size in zip(found, sizes, strict=True)]), device)
             for found in zip(*cells, strict=True)
         )
+        self._last_rows = {
+            id(piece): end - 1 for piece, end in zip(self.pieces, np.cumsum(sizes).tolist(), strict=True)
+        }
         num_whole = sum(piece.start == 0 for piece in self.pieces)
         self._num_whole_rows = sum(sizes[:num_whole])
         self._whole = _Plans([piece.token_ids for piece in self.pieces[:num_whole]], 0, device)
@@ -48,8 +51,7 @@ class Prefill:
         return np.concatenate([np.arange(piece.start, piece.num_keys) for piece in self.pieces])
 
     def last_row_of(self, piece: PrefillPiece) -> int:
-        index = next(index for index, found in enumerate(self.pieces) if found is piece)
-        return sum(found.token_ids.size for found in self.pieces[: index + 1]) - 1
+        return self._last_rows[id(piece)]
 
     def attend(self, cache: LayerCache, rows: LayerRows) -> Tensor:
         """See `Attention.attend`."""
