@@ -29,8 +29,8 @@ def _page_locked(values: NDArray[Any] | Tensor, dtype: torch.dtype | None) -> Te
         if torch.bfloat16 in (dtype, values.dtype):  # NumPy does not have it
             return values.to(dtype).pin_memory()
         values = values.detach().numpy()
-    locked = torch.empty(
-        values.shape, dtype=dtype or torch.from_numpy(np.empty(0, values.dtype)).dtype, pin_memory=True
-    )
+    dtype = dtype or torch.from_numpy(np.empty(0, values.dtype)).dtype
+    # the device is said: a caller who builds a model may have made the GPU torch's default
+    locked = torch.empty(values.shape, dtype=dtype, device="cpu", pin_memory=True)
     np.copyto(locked.numpy(), values, casting="unsafe")
     return locked
