@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ratoon.cli.bench_names import NAMES
 from ratoon.cli.command import Commands, add_command, positive
 from ratoon.types.errors import UserError
 
@@ -22,16 +23,14 @@ example:
   ratoon bench policy-update --cases 8b-p8192-r1024-n16 --impls auto/selective/layers --peers fa4/selective/layers
 
 With --model: that model in float32, against padded copies. Without: Qwen3 shapes with random weights, checked and then
-timed as IMPL/RECOMPUTE/COMPILE against packed peers; a tiny one where there is no GPU. A name that does not exist is
-answered with those that do.
+timed as IMPL/RECOMPUTE/COMPILE against packed peers; a tiny one where there is no GPU.
 """
 _ATTENTION_EXAMPLE = """\
 example:
-  ratoon bench attention
-  ratoon bench attention --cases p8192-r1024-n16,p2048-r512-n8 --impls auto,triton --peers fa4 \\
-    --results benchmarks/results/attention.jsonl
+  ratoon bench attention --results benchmarks/results/attention.jsonl
+  ratoon bench attention --cases p8192-r1024-n16,p2048-r512-n8 --impls auto,triton --peers fa4
 
-Without a GPU it runs tiny cases. A name that does not exist is answered with those that do.
+Without a GPU it runs tiny cases.
 """
 _PLANNER_EXAMPLE = """\
 example:
@@ -55,8 +54,7 @@ example:
   ratoon bench rollout --results benchmarks/results/rollout.jsonl
   ratoon bench rollout --cases 135m-c256-p512-n8-r256 --ways shared,updates --peers vllm
 
-Responses to shared prompts by each engine, of random weights; small ones where there is no GPU. A name that does not
-exist is answered with those that do.
+Responses to shared prompts by each engine, of random weights; small ones where there is no GPU.
 """
 _WEAK_SCALING_EXAMPLE = """\
 example:
@@ -67,9 +65,18 @@ example:
 The update of one group on each GPU by itself, and with the model cut over all of them (RECOMPUTE/COMPILE/reshard or
 keep/PREFETCH); a tiny one where there is no GPU.
 """
-_EXAMPLE = _POLICY_UPDATE_EXAMPLE + _ATTENTION_EXAMPLE.partition("\n")[2] + _PLANNER_EXAMPLE.partition("\n")[2]
-_EXAMPLE += _SEQUENCE_PARALLEL_EXAMPLE.partition("\n")[2] + _PREFIX_ONCE_EXAMPLE.partition("\n")[2]
-_EXAMPLE += _WEAK_SCALING_EXAMPLE.partition("\n")[2] + _ROLLOUT_EXAMPLE.partition("\n")[2]
+_EXAMPLE = """\
+example:
+  ratoon bench policy-update --results benchmarks/results/policy_update.jsonl
+  ratoon bench attention --results benchmarks/results/attention.jsonl
+  ratoon bench planner --results benchmarks/results/planner.jsonl
+  torchrun --nproc-per-node 2 -m ratoon.cli.main bench sequence-parallel
+  ratoon bench prefix-once
+  torchrun --nproc-per-node 2 -m ratoon.cli.main bench weak-scaling
+  ratoon bench rollout --results benchmarks/results/rollout.jsonl
+
+`ratoon bench NAME --help` says what each measures, and lists the cases and whatever else can be named.
+"""
 
 
 def register(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -86,7 +93,7 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
         benches,
         "policy-update",
         "time one policy update, the prompt shared and replicated",
-        example=_POLICY_UPDATE_EXAMPLE,
+        example=_with_names(_POLICY_UPDATE_EXAMPLE, "policy-update"),
         run=_policy_update,
     )
     _add_choices(update, "variants", "the steps of one variant are timed", default_ms=2500)
@@ -102,7 +109,7 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
         benches,
         "attention",
         "time attention alone, forward and backward, after checking it against float64",
-        example=_ATTENTION_EXAMPLE,
+        example=_with_names(_ATTENTION_EXAMPLE, "attention"),
         run=_attention,
     )
     _add_choices(attention, "implementations", "one direction of one implementation is timed", default_ms=400)
@@ -129,7 +136,7 @@ def _add_sequence_parallel(benches: "Commands[argparse.ArgumentParser]") -> argp
         benches,
         "sequence-parallel",
         "time one long pack on one GPU and on several that hold it together, after comparing gradients",
-        example=_SEQUENCE_PARALLEL_EXAMPLE,
+        example=_with_names(_SEQUENCE_PARALLEL_EXAMPLE, "sequence-parallel"),
         run=_sequence_parallel,
     )
     sequence.add_argument("--cases", type=_names, metavar="A,B", help="these cases, in place of the usual one")
@@ -142,7 +149,7 @@ def _add_prefix_once(benches: "Commands[argparse.ArgumentParser]") -> argparse.A
         benches,
         "prefix-once",
         "time a group too large for one microbatch, its prompt computed once, against what its work predicts",
-        example=_PREFIX_ONCE_EXAMPLE,
+        example=_with_names(_PREFIX_ONCE_EXAMPLE, "prefix-once"),
         run=_prefix_once,
     )
     prefix.add_argument("--cases", type=_names, metavar="A,B", help="these cases, in place of the usual one")
@@ -161,7 +168,7 @@ def _add_weak_scaling(benches: "Commands[argparse.ArgumentParser]") -> argparse.
         benches,
         "weak-scaling",
         "time the update of one group on each GPU by itself and with the model cut over all, after comparing gradients",
-        example=_WEAK_SCALING_EXAMPLE,
+        example=_with_names(_WEAK_SCALING_EXAMPLE, "weak-scaling"),
         run=_weak_scaling,
     )
     scaling.add_argument("--cases", type=_names, metavar="A,B", help="these cases, in place of the usual one")
@@ -175,7 +182,7 @@ def _add_rollout(benches: "Commands[argparse.ArgumentParser]") -> argparse.Argum
         benches,
         "rollout",
         "time rollout engines on shared prompts, and compare their log-probs with the trainer's",
-        example=_ROLLOUT_EXAMPLE,
+        example=_with_names(_ROLLOUT_EXAMPLE, "rollout"),
         run=_rollout,
     )
     for option, what in (("cases", "cases"), ("impls", "engines of ours"), ("peers", "peers"), ("ways", "ways")):
@@ -383,6 +390,10 @@ def _run_cases(
         for line in unmeasured_lines(unmeasured):
             print(f"{heading}: {line}")
     return 1 if outcome.failed else 0
+
+
+def _with_names(example: str, bench: str) -> str:
+    return f"{example}\n{NAMES[bench].text()}\n"
 
 
 def _say(line: str) -> None:
