@@ -24,8 +24,9 @@ from ratoon.rollout.engines.paged.tables import SlotTables
 from ratoon.rollout.engines.stepping import StepReport, failure
 from ratoon.types import UserError
 
-PREFILL_TOKENS = 4_096
-"""Most rows of one prefill pass; a longer prompt is read in pieces."""
+PREFILL_TOKENS = 16_384
+"""Most rows of one prefill pass; a longer prompt is read in pieces. A pass costs the host about a millisecond a layer,
+whatever its size: few passes, then, though running responses wait for each."""
 
 
 class PagedBatch:
