@@ -11,6 +11,7 @@ import tomli_w
 import torch
 
 from ratoon.config import load_recipe
+from ratoon.view import RunSummary, final_page
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -48,3 +49,38 @@ def test_recipes_shown_load(tmp_path: Path):
 def test_links_lead_somewhere(page: Path):
     for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+def without_figures(line: str) -> str:
+    """A line of the page without what differs from run to run; spaces between words stay."""
+    return re.sub(r" *[\d.,]+(m \d+s|s|%)?|[█░]+", "#", line)
+
+
+def test_the_page_of_the_demo_reads_as_a_run_prints_it_today():
+    """But for figures, and for the order of phases, which is theirs."""
+    shown = (ROOT / "README.md").read_text().partition("<!-- demo output -->\n```text\n")[2].partition("```")[0]
+    run_dir = Path("runs/quickstart-seed0")
+    phases = ("sft", "generate", "update", "reward", "evaluate", "publish", "checkpoint", "plan")
+    printed = final_page(
+        RunSummary(
+            run_name=run_dir.name,
+            run_dir=run_dir,
+            train_command=f"ratoon train recipes/quickstart.toml --run.seed 0 --run.name {run_dir.name}",
+            num_steps_done=150,
+            num_steps=150,
+            seconds_by_phase=dict.fromkeys(phases, 1.0),
+            wall_s=100.0,
+            num_logical_tokens=2_188_415,
+            num_computed_rows=316_415,
+            num_response_tokens=192_000,
+            reward_before=0.259,
+            reward_after=0.955,
+            num_heldout_responses=256,
+            memory_peak_gib=0.18,
+            memory_predicted_gib=0.1,
+            checkpoint=run_dir / "checkpoints" / "step-000150",
+        )
+    )
+    assert sorted(map(without_figures, shown.splitlines())) == sorted(
+        without_figures(line.text) for line in printed if line.text
+    )
