@@ -1,4 +1,4 @@
-"""Attention of one new token a response, from the cache: two walks over blocks and a join."""
+"""Attention of one new token a response, from the cache: a walk over blocks and a join."""
 
 # A Triton launch takes a kernel's runtime arguments, its constants and the compiler's options in one call.
 # pyright: reportCallIssue=false
@@ -34,14 +34,13 @@ class DeviceReads:
         self.block_tokens = block_tokens
         self.split_keys = split_keys
         is_cuda = device.type == "cuda"
-        lengths = (1, 1, 1, room.prompts, room.rows, room.rows, room.rows, room.rows)
+        lengths = (1, 1, room.prompts, room.rows, room.rows, room.rows, room.rows)
         sizes = (*lengths, room.shared_items * len(ITEM_FIELDS), room.own_items * len(ITEM_FIELDS), room.blocks)
         # One copy for all. The host's half is page-locked, so that it does not wait for what is queued.
         self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=is_cuda)
         self._device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._parts = tuple(part.numpy() for part in self._host.split(sizes))
         (
-            self.zero,
             self.num_shared,
             self.num_own,
             self.prompt_lengths,
@@ -70,7 +69,6 @@ class DeviceReads:
         padding. The copy of an earlier call must have run."""
         assert reads.sizes.fit_in(self.room), f"reads of {reads.sizes} do not fit {self.room}"
         values = (
-            np.zeros(1),
             np.array([len(reads.shared_I)]),
             np.array([len(reads.own_I)]),
             reads.prompt_tokens_U,
@@ -113,7 +111,8 @@ def decode(
 ) -> Tensor:
     """[B, Hq, E] in q's dtype. The new keys stand in the cache already.
 
-    num_programs: of each key head's walk; about as many as fill the GPU. The same sums whatever it is.
+    num_programs: of each key head, for prompts, and as many for own tokens; about as many as fill the GPU. The same
+    sums whatever it is.
     """
     B, Hq, D = q_BHD.shape
     Hkv, E = v_cache_FHNE.shape[1], v_cache_FHNE.shape[3]
@@ -122,20 +121,17 @@ def decode(
     part_out = q_BHD.new_empty(B, Hq, num_slots, E, dtype=torch.float32)
     part_lse = q_BHD.new_empty(B, Hq, num_slots, dtype=torch.float32)
     upcast = q_BHD.device.type == "cpu" and q_BHD.dtype == torch.bfloat16
-    for items, num_items, lengths, first_positions, max_items, rows in (
-        (reads.shared, reads.num_shared, reads.prompt_lengths, reads.zero, reads.room.shared_items, SHARED_ROWS),
-        (reads.own, reads.num_own, reads.own_lengths, reads.first_position, reads.room.own_items, OWN_ROWS),
-    ):
-        programs, rows = min(num_programs, max_items), max(rows, _rows(group))
-        walk_kernel[(programs, Hkv)](
-            q_BHD, k_cache_FHND, v_cache_FHNE, part_out, part_lse,
-            items, num_items, reads.blocks, lengths, first_positions, reads.own_lengths, reads.first_position,
-            q_BHD.stride(0), q_BHD.stride(1), scoring.softmax_scale, scoring.softcap or 1.0, window or 0, programs,
-            D=D, E=E, NUM_KV_HEADS=Hkv, GROUP=group, NUM_SLOTS=num_slots, BLOCK_TOKENS=reads.block_tokens,
-            SPLIT_KEYS=reads.split_keys, BLOCK_M=rows, BLOCK_D=padded_head_dim(D), BLOCK_E=padded_head_dim(E),
-            HAS_SOFTCAP=scoring.softcap is not None, HAS_WINDOW=window is not None, UPCAST=upcast,
-            num_warps=WALK_WARPS,
-        )  # fmt: skip
+    shared_programs, own_programs = (min(num_programs, x) for x in (reads.room.shared_items, reads.room.own_items))
+    walk_kernel[(Hkv, shared_programs + own_programs)](
+        q_BHD, k_cache_FHND, v_cache_FHNE, part_out, part_lse,
+        reads.shared, reads.num_shared, reads.own, reads.num_own, reads.blocks, reads.prompt_lengths, reads.own_lengths,
+        reads.first_position, q_BHD.stride(0), q_BHD.stride(1), scoring.softmax_scale, scoring.softcap or 1.0,
+        window or 0, shared_programs, own_programs,
+        D=D, E=E, NUM_KV_HEADS=Hkv, GROUP=group, NUM_SLOTS=num_slots, BLOCK_TOKENS=reads.block_tokens,
+        SPLIT_KEYS=reads.split_keys, SHARED_ROWS=max(SHARED_ROWS, _rows(group)), OWN_ROWS=_rows(group),
+        BLOCK_D=padded_head_dim(D), BLOCK_E=padded_head_dim(E), HAS_SOFTCAP=scoring.softcap is not None,
+        HAS_WINDOW=window is not None, UPCAST=upcast, num_warps=WALK_WARPS,
+    )  # fmt: skip
     out_BHE = q_BHD.new_empty(B, Hq, E)
     join_kernel[(B, Hq)](
         part_out, part_lse, sinks_H, out_BHE, reads.num_slots_of, out_BHE.stride(0), out_BHE.stride(1),

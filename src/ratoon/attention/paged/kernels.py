@@ -33,29 +33,60 @@ def write_kernel(
 @triton.jit
 def walk_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, part_out_ptr, part_lse_ptr,
-    items_ptr, num_items_ptr, blocks_ptr, lengths_ptr, first_positions_ptr, own_lengths_ptr,
-    prompt_tokens_ptr, stride_qb, stride_qh, softmax_scale, softcap, window, num_programs,
+    shared_ptr, num_shared_ptr, own_ptr, num_own_ptr, blocks_ptr, prompt_lengths_ptr, own_lengths_ptr,
+    first_positions_ptr, stride_qb, stride_qh, softmax_scale, softcap, window, shared_programs, own_programs,
+    D: tl.constexpr, E: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, SPLIT_KEYS: tl.constexpr, SHARED_ROWS: tl.constexpr, OWN_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Both walks at once: programs of prompts, which take longer, come first, those of own tokens beside them."""
+    program = tl.program_id(1)
+    if program < shared_programs:
+        _walk(
+            q_ptr, k_cache_ptr, v_cache_ptr, part_out_ptr, part_lse_ptr,
+            shared_ptr, num_shared_ptr, blocks_ptr, prompt_lengths_ptr, own_lengths_ptr, first_positions_ptr,
+            stride_qb, stride_qh, softmax_scale, softcap, window, program, shared_programs,
+            D, E, NUM_KV_HEADS, GROUP, NUM_SLOTS, BLOCK_TOKENS, SPLIT_KEYS, SHARED_ROWS, BLOCK_D, BLOCK_E,
+            HAS_SOFTCAP, HAS_WINDOW, False, UPCAST,
+        )  # fmt: skip
+    else:
+        _walk(
+            q_ptr, k_cache_ptr, v_cache_ptr, part_out_ptr, part_lse_ptr,
+            own_ptr, num_own_ptr, blocks_ptr, own_lengths_ptr, own_lengths_ptr, first_positions_ptr,
+            stride_qb, stride_qh, softmax_scale, softcap, window, program - shared_programs, own_programs,
+            D, E, NUM_KV_HEADS, GROUP, NUM_SLOTS, BLOCK_TOKENS, SPLIT_KEYS, OWN_ROWS, BLOCK_D, BLOCK_E,
+            HAS_SOFTCAP, HAS_WINDOW, True, UPCAST,
+        )  # fmt: skip
+
+
+@triton.jit
+def _walk(
+    q_ptr, k_cache_ptr, v_cache_ptr, part_out_ptr, part_lse_ptr,
+    items_ptr, num_items_ptr, blocks_ptr, lengths_ptr, own_lengths_ptr, first_positions_ptr,
+    stride_qb, stride_qh, softmax_scale, softcap, window, program, num_programs,
     D: tl.constexpr, E: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, NUM_SLOTS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, SPLIT_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_E: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_OWN: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """A program takes every `num_programs`-th item of one key head: a split's keys for all query heads of members."""
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0)
     offs_m, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_TOKENS)
     offs_d, offs_e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     head = kv_head * GROUP + offs_m % GROUP  # [M]
     factor = 1.0 if HAS_SOFTCAP else softmax_scale
-    for item in range(tl.program_id(0), tl.load(num_items_ptr), num_programs):
+    for item in range(program, tl.load(num_items_ptr), num_programs):
         fields = items_ptr + item * 7
         first_member, num_members = tl.load(fields), tl.load(fields + 1)
         table, first_key = tl.load(fields + 2), tl.load(fields + 3)
         length = tl.load(lengths_ptr + tl.load(fields + 4))
-        first_position = tl.load(first_positions_ptr + tl.load(fields + 5))
+        first_position = tl.load(first_positions_ptr + tl.load(fields + 5)) if IS_OWN else 0
         slot = tl.load(fields + 6)
         is_row = offs_m < num_members * GROUP
         row = tl.where(is_row, first_member + offs_m // GROUP, 0)  # [M]
         # The position of the new token, which reads.
-        position = tl.load(prompt_tokens_ptr + row) + tl.load(own_lengths_ptr + row) - 1
+        position = tl.load(first_positions_ptr + row) + tl.load(own_lengths_ptr + row) - 1
         q_ptrs = q_ptr + row.to(tl.int64)[:, None] * stride_qb + head[:, None] * stride_qh + offs_d[None, :]
         q = tl.load(q_ptrs, mask=is_row[:, None] & (offs_d < D)[None, :], other=0.0)
         highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
