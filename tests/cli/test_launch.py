@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ratoon.cli import launch
-from ratoon.cli.launch import is_a_rank, is_first_of_host, num_ranks, run_ranks
+from ratoon.cli.launch import is_a_rank, is_first_of_host, leave_to_launcher, num_ranks, run_ranks
 from ratoon.trainer.config import TrainerConfig
 from ratoon.types import UserError
 
@@ -38,6 +38,15 @@ if word in ("deaf", "wait"):
         time.sleep(0.01)
 if word == "die":
     os.kill(os.getpid(), signal.SIGKILL)
+if word == "lose":  # another rank, of which it hears after half a second at most
+    from ratoon.cli.launch import leave_to_launcher
+    time.sleep(0.2)
+    assert leave_to_launcher(f"rank {rank} lost\\nanother one")
+    sys.exit(1)
+if word == "fail":
+    time.sleep(0.6)
+    print("its own cause", file=sys.stderr)
+    sys.exit(1)
 sys.exit(int(word))
 """
 
@@ -110,6 +119,30 @@ def test_a_killed_rank_is_named_and_ends_the_others(
     error = capfd.readouterr().err
     assert error.count("\n") == 1 and "rank 1 of 3 was ended by SIGKILL" in error and "memory" in error
     assert not any(is_alive(int((worker / f"pid-{rank}").read_text())) for rank in range(3))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("lose", "die", "lose"), "ratoon train: rank 1 of 3 was ended by SIGKILL"),
+        (("lose", "fail"), "its own cause"),
+        (("fail", "lose"), "its own cause"),
+        (("deaf", "lose", "lose"), "ratoon train: rank 1 lost another one"),
+    ],
+    ids=["killed", "failed later", "failed", "hung"],
+)
+def test_of_one_cause_one_paragraph_is_told(
+    worker: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], told: str
+):
+    """Ranks that have only lost another one say nothing beside it; where it hangs, one of them does."""
+    monkeypatch.setattr(launch, "_GRACE_S", 1.0)
+    assert run(*words) == 1
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1 and error.startswith(told), error
+
+
+def test_a_rank_of_another_launcher_speaks_for_itself():
+    assert not leave_to_launcher("lost", {"RANK": "0"})
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -4,11 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -266,3 +268,28 @@ def test_what_is_wrong_is_told_once_by_the_ranks_that_the_command_starts(tiny: T
     )
     assert finished.returncode == 2
     assert [line for line in finished.stderr.splitlines() if "absent.jsonl" in line] == finished.stderr.splitlines()
+
+
+@pytest.mark.full
+def test_a_rank_that_is_killed_is_told_of_once_by_the_command(tiny: TinyRun):
+    """The rank that lost it has the same news, and leaves it to the command."""
+    root = Path(__file__).parents[2]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "ratoon.cli.main", "train", str(tiny.recipe), "--trainer.num_processes=2"],
+        env=os.environ | {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics, deadline = tiny.run_dir / "metrics.jsonl", time.monotonic() + 200
+    while not (metrics.exists() and '"phase": "sft"' in metrics.read_text()):
+        assert started.poll() is None and time.monotonic() < deadline, "it trains"
+        time.sleep(0.01)
+    (other,) = [child for child in psutil.Process(started.pid).children() if child.environ().get("RANK") == "1"]
+    other.kill()
+    _, error = started.communicate(timeout=200)
+    assert started.returncode == 1
+    complaints = [line for line in error.splitlines() if line.startswith("ratoon train: ")]
+    assert complaints == error.splitlines() and len(complaints) == 1, error
+    assert "rank 1 of 2 was ended by SIGKILL" in complaints[0]
+    assert "Traceback" in (tiny.run_dir / "run.log").read_text()

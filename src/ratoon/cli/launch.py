@@ -24,6 +24,14 @@ _AT_ONCE_S = 10.0
 
 _PR_SET_PDEATHSIG = 1
 
+_HELD_FD = "RATOON_HELD_COMPLAINTS_FD"
+"""Set for ranks that `run_ranks` starts: where they write what they would say of another rank's failure."""
+
+_MAX_HELD_BYTES = 4095
+"""Of a line: a pipe takes this much at once, so that lines of several ranks do not mix."""
+
+_MAX_PIPE_BYTES = 1 << 16
+
 
 def is_a_rank(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether torchrun, or `run_ranks`, has started this process."""
@@ -33,6 +41,19 @@ def is_a_rank(environment: Mapping[str, str] = os.environ) -> bool:
 def is_first_of_host(environment: Mapping[str, str] = os.environ) -> bool:
     """Of the ranks of one host, which read the same files, one complains of what is in them."""
     return environment.get("LOCAL_RANK", "0") == "0"
+
+
+def leave_to_launcher(message: object, environment: Mapping[str, str] = os.environ) -> bool:
+    """Hands what a rank would say of a failure that began in another one to `run_ranks`, which says it where no rank
+    has a cause of its own. False where `run_ranks` has not started this process."""
+    if _HELD_FD not in environment:
+        return False
+    line = f"{environment['RANK']} {' '.join(str(message).splitlines())}".encode(errors="replace")
+    try:
+        os.write(int(environment[_HELD_FD]), line[:_MAX_HELD_BYTES] + b"\n")
+    except OSError:
+        return False
+    return True
 
 
 def num_ranks(config: TrainerConfig) -> int:
@@ -58,19 +79,38 @@ def num_ranks(config: TrainerConfig) -> int:
 def run_ranks(program: Sequence[str], count: int) -> int:
     """Runs `program` in `count` processes that know one another. Returns the exit status of the run.
 
-    That of the first rank that failed, else rank 0's. One that was killed is named on standard error. SIGINT and
+    That of the first rank that failed by itself, else rank 0's. One that was killed is named on standard error; where
+    ranks have only lost another one, which hangs, what one of them left (`leave_to_launcher`) stands there. SIGINT and
     SIGTERM reach every rank. Where one fails the others end too, within half a minute; on Linux none outlives this
     process, however it ends.
     """
-    start = _environment(count)
-    ranks = [_start(program, start | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(count)]
+    read_fd, write_fd = os.pipe()
+    start = _environment(count) | {_HELD_FD: str(write_fd)}
     try:
-        with _forwarded_signals(ranks) as received:
-            failed = _wait(ranks, received)
+        ranks = [
+            _start(program, start | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, keeps_fd=write_fd)
+            for rank in range(count)
+        ]
+        try:
+            with _forwarded_signals(ranks) as received:
+                failed = _wait(ranks, received)
+        finally:
+            _kill(ranks)
+        held = _held_complaints(read_fd)
     finally:
-        _kill(ranks)
-    if failed is None:
+        os.close(read_fd)
+        os.close(write_fd)
+    if not failed:
         return ranks[0].returncode
+    causes = [rank for rank in failed if rank not in held]
+    if not causes:
+        complain("train", held[min(held)])
+        return 1
+    return _told(causes[0], ranks, received)
+
+
+def _told(failed: int, ranks: Sequence["subprocess.Popen[bytes]"], received: Sequence[int]) -> int:
+    """The exit status of a run that this rank has ended, which is named here if it could not say why itself."""
     status = ranks[failed].returncode
     if status > 0:
         return status
@@ -79,11 +119,22 @@ def run_ranks(program: Sequence[str], count: int) -> int:
     name = signal.Signals(-status).name
     complain(
         "train",
-        f"rank {failed} of {count} was ended by {name}, and the others with it"
+        f"rank {failed} of {len(ranks)} was ended by {name}, and the others with it"
         + ("; if nobody killed it, the host ran out of memory" if -status == signal.SIGKILL else "")
         + ". The same command goes on from the last checkpoint",
     )
     return 1
+
+
+def _held_complaints(read_fd: int) -> dict[int, str]:
+    """By rank. None of them writes any more."""
+    os.set_blocking(read_fd, False)  # a process that a rank has started may hold the other end open
+    try:
+        written = os.read(read_fd, _MAX_PIPE_BYTES)
+    except BlockingIOError:
+        return {}
+    lines = (line.split(maxsplit=1) for line in written.decode(errors="replace").splitlines())
+    return {int(rank): message for rank, message in lines}
 
 
 def _environment(count: int) -> dict[str, str]:
@@ -104,10 +155,11 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _start(program: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+def _start(program: Sequence[str], environment: Mapping[str, str], *, keeps_fd: int) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
         program,
         env=environment,
+        pass_fds=(keeps_fd,),
         stdin=subprocess.DEVNULL,
         # A terminal's Ctrl-C comes to this process alone, which passes it on once.
         process_group=0,
@@ -148,22 +200,23 @@ def _forwarded_signals(ranks: Sequence["subprocess.Popen[bytes]"]) -> Iterator[l
             signal.signal(number, handler)
 
 
-def _wait(ranks: Sequence["subprocess.Popen[bytes]"], received: Sequence[int]) -> int | None:
-    """Until all have ended, or must be killed. The first rank that failed; None where all ended as a run may end."""
-    failed: int | None = None
+def _wait(ranks: Sequence["subprocess.Popen[bytes]"], received: Sequence[int]) -> list[int]:
+    """Until all have ended, or must be killed. Ranks that failed, in the order they were seen to; none where all ended
+    as a run may end."""
+    failed: list[int] = []
     deadline = float("inf")
-    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-        if failed is None:
-            failed = next((number for number, rank in enumerate(ranks) if _has_failed(rank)), None)
-            if failed is not None:
-                deadline = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline:
+        is_over = all(rank.poll() is not None for rank in ranks)
+        failed += [number for number, rank in enumerate(ranks) if _has_failed(rank) and number not in failed]
+        if is_over:
+            return failed
+        if failed:
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
         if len(received) > 1:
             deadline = min(deadline, time.monotonic() + _AT_ONCE_S)
-    if failed is None:
-        failed = next((number for number, rank in enumerate(ranks) if _has_failed(rank)), None)
-    if failed is None and any(rank.returncode is None for rank in ranks):
-        failed = next(number for number, rank in enumerate(ranks) if rank.returncode is None)
+        time.sleep(_POLL_S)
+    if not failed:
+        failed = [number for number, rank in enumerate(ranks) if rank.returncode is None]
         _kill(ranks)
     return failed
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ratoon.cli.command import Commands, add_command
 from ratoon.cli.complaint import complain
-from ratoon.cli.launch import is_a_rank, is_first_of_host, num_ranks, run_ranks
+from ratoon.cli.launch import is_a_rank, is_first_of_host, leave_to_launcher, num_ranks, run_ranks
 from ratoon.cli.recipe_file import read_recipe
 from ratoon.config.recipe import Recipe
 from ratoon.loop.origin import folder_of_files
@@ -61,14 +61,19 @@ def _run(known: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _train(known: argparse.Namespace, overrides: Sequence[str], recipe: Recipe) -> int:
     # After the recipe is known to be good: this import takes seconds.
-    from ratoon.distributed import OtherRankError
+    from ratoon.distributed import CollectiveError, OtherRankError
     from ratoon.loop.run import RunFailedError, train
 
     command = shlex.join(["ratoon", "train", str(known.recipe), *overrides])
     try:
         return train(recipe, recipe_dir=folder_of_files(known.recipe), command=command, fresh=known.fresh)
     except RunFailedError as error:
-        complain("train", error)
+        if not (error.is_another_ranks and leave_to_launcher(error)):
+            complain("train", error)
+        return 1
+    except CollectiveError as error:  # before the run has a log
+        if not leave_to_launcher(error):
+            complain("train", error)
         return 1
     except OtherRankError as error:  # which has complained
         return EXIT_WRONG if error.is_users else 1

@@ -14,7 +14,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from ratoon.config.recipe import Recipe
-from ratoon.distributed import DataParallel, OtherRankError, on_each, on_each_kept, on_main
+from ratoon.distributed import CollectiveError, DataParallel, OtherRankError, on_each, on_each_kept, on_main
 from ratoon.loop.device_memory import DeviceMemory
 from ratoon.loop.inputs import Inputs, check_attention, check_rollout, load_inputs, load_model, resolve_device
 from ratoon.loop.memory_policy import MemoryChoice, choose_recompute
@@ -211,6 +211,11 @@ def _choose_recompute(recipe: Recipe, inputs: Inputs, device: DeviceMemory, rank
 class RunFailedError(RuntimeError):
     """The run ended by a failure that is not the user's to mend; the message names the cause and the log."""
 
+    def __init__(self, message: str, *, is_another_ranks: bool) -> None:
+        """is_another_ranks: this rank has only lost another one, which may have said why."""
+        super().__init__(message)
+        self.is_another_ranks = is_another_ranks
+
 
 @contextmanager
 def _failures_named(folder: RunFolder, ranks: DataParallel) -> Iterator[RunLog]:
@@ -237,7 +242,10 @@ def _failures_named(folder: RunFolder, ranks: DataParallel) -> Iterator[RunLog]:
                 f"the disk that holds run folder {folder.named} is full ({cause}); checkpoints are whole. "
                 "Free some space and run the same command again"
             ) from error
-        raise RunFailedError(f"{of_rank}{_described(cause)} (traceback in {folder.log})") from error
+        raise RunFailedError(
+            f"{of_rank}{_described(cause)} (traceback in {folder.log})",
+            is_another_ranks=isinstance(cause, CollectiveError),
+        ) from error
     finally:
         log.close()
 
