@@ -243,7 +243,7 @@ KEPT = SampledSupport.of([np.array([1, 4], np.int32), np.array([2], np.int32)])
         ),
         (
             RolloutGroup(PROMPT, (replace(BEGUN, routed_experts=np.zeros((5, 1, 1), np.int16)), BEGUN)),
-            "has routed_experts, which this engine does not record",
+            "response 0 has routed_experts, and none would be recorded of its next tokens",
         ),
     ],
     ids=["id", "tokens", "size", "log-probs", "versions", "vocabulary", "support", "length", "routes"],

@@ -10,10 +10,17 @@ from ratoon.types import Prompt, Response, RolloutGroup, SamplingParams
 
 
 def check_begun(
-    begun: RolloutGroup, prompt: Prompt, *, group_size: int, sampling: SamplingParams, vocab_size: int
+    begun: RolloutGroup,
+    prompt: Prompt,
+    *,
+    group_size: int,
+    sampling: SamplingParams,
+    vocab_size: int,
+    returns_routes: bool = False,
 ) -> None:
     """Raise ValueError where `begun` is no earlier group of this prompt, size and sampling, or lacks what training
-    needs of the tokens it has: of each its version, its log-prob, and its support where tokens are left out.
+    needs of the tokens it has: of each its version, its log-prob, its support where tokens are left out, and its routed
+    experts where they are asked for.
 
     vocab_size: token ids that the model has.
     """
@@ -26,7 +33,9 @@ def check_begun(
     if begun.group_size != group_size:
         raise ValueError(f"{name} has {begun.group_size} responses, but group_size is {group_size}; they must agree")
     for index, response in enumerate(begun.responses):
-        fault = next(_faults(response, sampling, vocab_size), None)
+        fault = next(_faults(response, sampling, vocab_size), None) or _fault_of_routes(
+            response, prompt, returns_routes=returns_routes
+        )
         if fault is not None:
             raise ValueError(
                 f"{name}: response {index} {fault}; give the group as `generate` returned it, with the sampling of "
@@ -55,18 +64,27 @@ def _faults(response: Response, sampling: SamplingParams, vocab_size: int) -> It
         yield f"has {found}, but its sampling keeps {'some' if is_truncated else 'all'} tokens"
 
 
+def _fault_of_routes(response: Response, prompt: Prompt, *, returns_routes: bool) -> str | None:
+    experts = response.routed_experts
+    if experts is None:
+        return (
+            "has no routed_experts, which rollout.return_routed_experts asks for"
+            if (returns_routes and response.num_tokens)
+            else None
+        )
+    if not returns_routes and response.can_go_on:
+        return (
+            "has routed_experts, and none would be recorded of its next tokens (rollout.return_routed_experts is off)"
+        )
+    num_tokens = prompt.num_tokens + response.num_tokens
+    if experts.shape[0] != num_tokens:
+        return f"has routed_experts of {experts.shape[0]} tokens, and there are {num_tokens} with the prompt's"
+    return None
+
+
 def check_new_tokens(max_new_tokens: int | None) -> None:
     """Raise ValueError for a budget that allows no token."""
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ValueError(
             f"max_new_tokens must be at least 1, got {max_new_tokens}; None lets responses run to their ends"
-        )
-
-
-def check_no_routes(begun: RolloutGroup) -> None:
-    """Raise ValueError where an engine that records no routed experts is to go on with a response that has some."""
-    if any(response.can_go_on and response.routed_experts is not None for response in begun.responses):
-        raise ValueError(
-            f"prompt {begun.prompt.id!r}: the group to go on with has routed_experts, which this engine does not "
-            "record; go on with the engine that began it"
         )

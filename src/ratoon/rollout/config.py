@@ -74,6 +74,10 @@ class RolloutConfig(BaseModel):
     each response. `top_k` bounds them (`max_response_tokens * top_k` a response); `top_p` and `min_p` keep most of the
     vocabulary where a distribution is flat. More ends the run and says so."""
 
+    return_routed_experts: bool = False
+    """Record the experts that the router chose for each token of a mixture of experts (`Response.routed_experts`): 2
+    bytes for each token, layer and chosen expert, in main memory. On the engine `paged`."""
+
     timeout_s: float = Field(default=300.0, gt=0, le=604_800, allow_inf_nan=False)
     """A generate call that sees no new token for this many seconds ends the run and says what it waited for."""
 
@@ -112,6 +116,15 @@ class RolloutConfig(BaseModel):
                     f"{' and '.join(map(repr, engines))}; leave [rollout.{name}] out (in a command: "
                     f"--rollout.{name}={{}}), or set engine"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _routes_are_recorded(self) -> "RolloutConfig":
+        if self.return_routed_experts and self.engine != "paged":
+            raise ValueError(
+                f'return_routed_experts: engine = "{self.engine}" does not say which experts it chose; set engine = '
+                '"paged", or leave it out'
+            )
         return self
 
     @property

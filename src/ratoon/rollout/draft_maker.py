@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ratoon.rollout.begun import check_begun, check_new_tokens, check_no_routes
+from ratoon.rollout.begun import check_begun, check_new_tokens
 from ratoon.rollout.config import RolloutConfig
 from ratoon.rollout.drafts import Ending, GroupDraft, PolicyStamp
 from ratoon.rollout.stopping import StopStrings, eos_token_ids
@@ -19,6 +19,7 @@ class DraftMaker:
     eos_ids: frozenset[int]
     stamp: PolicyStamp
     max_support_ids: int
+    returns_routes: bool
 
     @classmethod
     def of(
@@ -26,7 +27,13 @@ class DraftMaker:
     ) -> "DraftMaker":
         settings = model.generation_config
         configured = None if settings is None else settings.eos_token_id
-        return cls(tokenizer, eos_token_ids(configured, tokenizer), stamp, config.max_support_ids)
+        return cls(
+            tokenizer=tokenizer,
+            eos_ids=eos_token_ids(configured, tokenizer),
+            stamp=stamp,
+            max_support_ids=config.max_support_ids,
+            returns_routes=config.return_routed_experts,
+        )
 
     def make(
         self,
@@ -42,8 +49,14 @@ class DraftMaker:
         """Raises ValueError as `RolloutEngine.generate` does for `begun` and `max_new_tokens`."""
         check_new_tokens(max_new_tokens)
         if begun is not None:
-            check_begun(begun, prompt, group_size=group_size, sampling=sampling, vocab_size=vocab_size)
-            check_no_routes(begun)
+            check_begun(
+                begun,
+                prompt,
+                group_size=group_size,
+                sampling=sampling,
+                vocab_size=vocab_size,
+                returns_routes=self.returns_routes,
+            )
         stop = StopStrings(sampling.stop, self.tokenizer)
         return GroupDraft.start(
             prompt,

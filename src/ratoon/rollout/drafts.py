@@ -1,6 +1,6 @@
 """Responses and groups while they are being generated."""
 
-# Shape letters: P prompt tokens, R response tokens, N responses.
+# Shape letters: P prompt tokens, R response tokens, N responses, L layers of the model, K experts per token.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -98,6 +98,10 @@ class ResponseDraft:
     kept: list[NDArray[np.int32]] = field(default_factory=list)
     """The ids that each token was drawn among; stays empty without truncation."""
 
+    routes: list[NDArray[np.int16]] = field(default_factory=list[NDArray[np.int16]])
+    """[n, L, K] each, behind one another from the prompt's first token on: the experts of every token that the model
+    has read, which is all but the last. Empty before the first token, and from engines that return none."""
+
     num_begun: int = 0
     """Tokens of earlier calls."""
 
@@ -122,6 +126,9 @@ class ResponseDraft:
         if begun.support is not None:
             for kept in np.split(begun.support.token_ids, begun.support.offsets[1:-1])[:R]:
                 self.draw_among(kept)
+        if begun.routed_experts is not None and R:
+            # The last token's are known once this call's first pass has read it.
+            self.routes.append(begun.routed_experts[:-1])
         # An engine that was aborted may have drawn the last token that there can be.
         if R:
             self.finish_reason = self.ending.reason(self.token_ids, num_begun=R)
@@ -177,7 +184,14 @@ class ResponseDraft:
             finish_reason=self.finish_reason or FinishReason.ABORT,
             policy_versions=np.array(self.versions, np.int64),
             support=None if self.truncation is None else SampledSupport.of(self.kept),
+            routed_experts=self._routed_experts(),
         )
+
+    def _routed_experts(self) -> NDArray[np.int16] | None:
+        """[P + R, L, K], -1 for the last token; None before the first token, and without routes."""
+        if not self.routes:
+            return None
+        return np.concatenate([*self.routes, np.full_like(self.routes[0][:1], -1)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,10 +8,17 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ratoon.rollout.drafts import PolicyStamp
-from ratoon.rollout.engines.paged.runner import DecodeRows, DrawnTokens, Draws, PrefillPiece, draw_in_turn
+from ratoon.rollout.engines.paged.runner import (
+    Decoded,
+    DecodeRows,
+    DrawnTokens,
+    Draws,
+    Prefilled,
+    PrefillPiece,
+    draw_in_turn,
+)
 
 VOCAB = 29
 UNWRITTEN = -1
@@ -42,7 +49,7 @@ class FakeRunner:
         shape = (num_blocks, self.block_tokens)
         self._token, self._position, self._version = (np.full(shape, UNWRITTEN) for _ in range(3))
 
-    def prefill(self, pieces: Sequence[PrefillPiece]) -> Tensor:
+    def prefill(self, pieces: Sequence[PrefillPiece]) -> Prefilled:
         self._break_if_asked()
         num_rows = sum(piece.token_ids.size for piece in pieces)
         assert 0 < num_rows <= self._prefill_tokens
@@ -55,9 +62,9 @@ class FakeRunner:
             self._write(_cells_of(piece, self.block_tokens)[piece.start :], piece.token_ids, piece.start)
             if piece.wants_logits:
                 logits.append(logits_after(np.concatenate([tokens, piece.token_ids])))
-        return torch.from_numpy(np.array(logits, np.float32).reshape(-1, VOCAB))
+        return Prefilled(torch.from_numpy(np.array(logits, np.float32).reshape(-1, VOCAB)), None)
 
-    def decode(self, rows: DecodeRows) -> Tensor:
+    def decode(self, rows: DecodeRows) -> Decoded:
         self._break_if_asked()
         assert (np.diff(rows.prompt_of_B) >= 0).all() and np.unique(rows.prompt_of_B).size == len(rows.prompt_table_UX)
         prompts = [
@@ -75,7 +82,7 @@ class FakeRunner:
         for cells_of_row, token, position in zip(cells, rows.token_B, rows.position_B, strict=True):
             self._write(cells_of_row[-1:], np.array([token]), position)
         logits = [logits_after(np.append(tokens, token)) for tokens, token in zip(past, rows.token_B, strict=True)]
-        return torch.from_numpy(np.array(logits))
+        return Decoded(torch.from_numpy(np.array(logits)), None)
 
     def draw(self, rows: DecodeRows, draws: Draws, num_steps: int) -> DrawnTokens:
         return draw_in_turn(self.decode, rows, draws, num_steps)

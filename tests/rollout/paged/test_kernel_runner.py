@@ -54,7 +54,7 @@ def prefill(runner: Runner) -> torch.Tensor:
         PrefillPiece(rng.integers(0, VOCAB, P), blocks, P, wants_logits=True)
         for P, blocks in zip(PROMPTS, prompts, strict=True)
     ]
-    return runner.prefill(pieces)
+    return runner.prefill(pieces).logits_UV
 
 
 def first_rows(token_B: np.ndarray) -> DecodeRows:
@@ -115,7 +115,7 @@ def test_logits_are_those_of_plain_operations(device: str, name: str):
     torch.testing.assert_close(got_UV, want_UV, rtol=1e-4, atol=1e-4)
     rows = first_rows(np.arange(sum(MEMBERS)))
     for step in range(2):
-        got_BV, want_BV = ours.decode(rows), plain.decode(rows)
+        got_BV, want_BV = ours.decode(rows).logits_BV, plain.decode(rows).logits_BV
         torch.testing.assert_close(got_BV, want_BV, rtol=1e-4, atol=1e-4)
         rows = rows.followed_by(np.arange(sum(MEMBERS)) + 7 * step)
 
@@ -157,7 +157,7 @@ def test_a_batch_beyond_its_room_gets_more(device: str):
     prefill(ours)
     prefill(plain)
     rows = first_rows(np.arange(sum(MEMBERS)))
-    torch.testing.assert_close(ours.decode(rows), plain.decode(rows), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.decode(rows).logits_BV, plain.decode(rows).logits_BV, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -168,14 +168,14 @@ def test_new_weights_are_read(device: str):
     prefill(ours)
     prefill(plain)
     rows = first_rows(np.arange(sum(MEMBERS)))
-    assert ours.decode(rows).shape == plain.decode(rows).shape
+    assert ours.decode(rows).logits_BV.shape == plain.decode(rows).logits_BV.shape
     with torch.no_grad():
         model.model.norm.weight.mul_(1.5)
     ours.weights_changed()
-    torch.testing.assert_close(ours.decode(rows), plain.decode(rows), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.decode(rows).logits_BV, plain.decode(rows).logits_BV, rtol=1e-4, atol=1e-4)
     model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach() * 0.5)
     ours.weights_changed()
-    torch.testing.assert_close(ours.decode(rows), plain.decode(rows), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.decode(rows).logits_BV, plain.decode(rows).logits_BV, rtol=1e-4, atol=1e-4)
 
 
 def test_padded_sizes_are_few():

@@ -4,7 +4,8 @@ A step is at most one prefill pass and the decode passes of one call, so newcome
 for longer than one pass of `prefill_tokens`. Everything here runs on the engine's one thread.
 """
 
-# Shape letters: P prompt tokens, B responses of one pass, U prompts, V vocabulary.
+# Shape letters: P prompt tokens, B responses of one pass, U prompts, V vocabulary, T tokens of one piece, S steps, L
+# layers of the model, K experts per token.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -244,12 +245,12 @@ class PagedBatch:
             of_pieces.append(request)
         if not pieces:
             return
-        logits_UV = self._runner.prefill(pieces)
+        found = self._runner.prefill(pieces)
         num_wanted = sum(piece.wants_logits for piece in pieces)
-        assert logits_UV.shape[0] == num_wanted, f"{num_wanted} logits were asked for, got {logits_UV.shape[0]}"
-        rows = iter(logits_UV)
-        for piece, request in zip(pieces, of_pieces, strict=True):
-            _record(request, piece, next(rows) if piece.wants_logits else None)
+        assert found.logits_UV.shape[0] == num_wanted, f"{num_wanted} logits were wanted, got {len(found.logits_UV)}"
+        rows, routes = iter(found.logits_UV), found.routes or [None] * len(pieces)
+        for piece, request, routes_TLK in zip(pieces, of_pieces, routes, strict=True):
+            _record(request, piece, next(rows) if piece.wants_logits else None, routes_TLK)
 
     def _start(self) -> None:
         """Draw the first token of each response whose prompt is complete; whatever is in the cache whole decodes."""
@@ -260,7 +261,12 @@ class PagedBatch:
         starting = [request for request in ready if not request.draft.token_ids]
         if starting:
             token_B, logprob_B = _draw(starting, torch.stack([_first_logits(request) for request in starting]))
-            self._take(starting, DrawnTokens(token_B[None], logprob_B[None]))
+            for request in starting:
+                assert request.prompt is not None, "a request without a seat is started"
+                routes_PLK = request.prompt.taken_routes()
+                if routes_PLK is not None:
+                    request.draft.routes.append(routes_PLK)
+            self._take(starting, DrawnTokens(token_B[None], logprob_B[None], None))
         self._entering = [request for request in self._entering if id(request) not in gone]
         for request in ready:
             if request.draft.finish_reason is None:
@@ -275,8 +281,10 @@ class PagedBatch:
             return
         requests, rows = decoding
         if any(request.draft.truncation is not None for request in requests):
-            token_B, logprob_B = _draw(requests, self._runner.decode(rows))
-            drawn = DrawnTokens(token_B[None], logprob_B[None])
+            decoded = self._runner.decode(rows)
+            token_B, logprob_B = _draw(requests, decoded.logits_BV)
+            routes_BLK = None if decoded.routes_BLK is None else decoded.routes_BLK.cpu().numpy()
+            drawn = DrawnTokens(token_B[None], logprob_B[None], None if routes_BLK is None else routes_BLK[None])
         else:
             drawn = self._runner.draw(rows, _draws_of(requests), num_steps)
             check_finite(bool(np.isfinite(drawn.logprob_SB).all()))
@@ -304,11 +312,16 @@ class PagedBatch:
     def _take(self, requests: list[Request], drawn: DrawnTokens) -> None:
         ended: list[Request] = []
         tokens, logprobs = drawn.token_SB.T.tolist(), drawn.logprob_SB.T.tolist()
-        for request, token_S, logprob_S in zip(requests, tokens, logprobs, strict=True):
-            if not request.draft.token_ids:
+        for row, (request, token_S, logprob_S) in enumerate(zip(requests, tokens, logprobs, strict=True)):
+            num_before = len(request.draft.token_ids)
+            if num_before == 0:
                 _note_start(request.family)
             if request.draft.take_until_end(token_S, logprob_S):
                 ended.append(request)
+            if drawn.routes_SBLK is not None:
+                # A copy: a part of the whole would keep the others' for as long as this response lives.
+                num_taken = len(request.draft.token_ids) - num_before
+                request.draft.routes.append(drawn.routes_SBLK[:num_taken, row].copy())
         for request in ended:
             self._unseat(request)
         for family in dict.fromkeys(request.family for request in ended):
@@ -356,12 +369,15 @@ def _next_piece(request: Request, max_tokens: int) -> PrefillPiece | None:
     )
 
 
-def _record(request: Request, piece: PrefillPiece, logits_V: Tensor | None) -> None:
+def _record(request: Request, piece: PrefillPiece, logits_V: Tensor | None, routes_TLK: Tensor | None) -> None:
     prompt = request.prompt
     assert prompt is not None, "a request lost its seat during a pass"
     if piece.num_own_keys:
+        # Tokens whose keys are computed again keep the routes of when they were drawn.
         request.num_prefilled = piece.num_own_keys
         return
+    if routes_TLK is not None and request.family.num_unstarted:
+        prompt.routes.append(routes_TLK)
     prompt.num_prefilled = piece.num_prompt_keys
     prompt.logits_V = logits_V
 

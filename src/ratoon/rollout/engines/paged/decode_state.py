@@ -1,6 +1,7 @@
 """What a decode step reads and writes on the GPU: tensors that stay where they are, so that graphs may repeat it."""
 
-# Shape letters: R rows that there is room for, B rows that decode, V vocabulary, C channels, S steps.
+# Shape letters: R rows that there is room for, B rows that decode, V vocabulary, C channels, S steps, L layers, K
+# experts per token.
 
 import numpy as np
 import torch
@@ -14,7 +15,8 @@ from ratoon.models.settings import setting
 from ratoon.ops.sampling.entry import draw_tokens
 from ratoon.rollout.engines.paged.block_attention import LayerRows, PagedPass
 from ratoon.rollout.engines.paged.block_cache import BlockCache, LayerCache
-from ratoon.rollout.engines.paged.runner import DecodeRows, Draws
+from ratoon.rollout.engines.paged.experts import RouteRecorder, why_not_recorded
+from ratoon.rollout.engines.paged.runner import Decoded, DecodeRows, Draws
 from ratoon.rollout.engines.paged.step_graphs import StepGraphs
 
 
@@ -36,9 +38,19 @@ class DecodeState:
     """The rows of one batch, from one token to the next without the host."""
 
     def __init__(
-        self, model: PreTrainedModel, cache: BlockCache, room: ReadSizes, *, block_tokens: int, max_steps: int
+        self,
+        model: PreTrainedModel,
+        cache: BlockCache,
+        room: ReadSizes,
+        *,
+        block_tokens: int,
+        max_steps: int,
+        routes: RouteRecorder | None = None,
     ) -> None:
-        """For batches of up to `room`, and up to `max_steps` steps between two `load`s. `model` is attached."""
+        """For batches of up to `room`, and up to `max_steps` steps between two `load`s. `model` is attached.
+
+        routes: watches the model.
+        """
         device, is_cuda = model.device, model.device.type == "cuda"
         self._model = model
         self._reads = DeviceReads(room, block_tokens, SPLIT_KEYS, device)
@@ -53,12 +65,21 @@ class DecodeState:
         """What `drawn` drew since `load`."""
 
         self.logprob_SR = torch.zeros(max_steps, room.rows, dtype=torch.float32, device=device)
+        self._routes = routes
+        self.routes_SRLK: Tensor | None = None
+        """Of the tokens that `drawn` fed since `load`."""
+
+        if routes is not None:
+            self.routes_SRLK = torch.zeros(
+                max_steps, room.rows, *routes.shape_per_token, dtype=torch.int16, device=device
+            )
         positions = setting(model.config.get_text_config(), "max_position_embeddings")
         self._last_position = torch.iinfo(torch.int64).max if positions is None else positions - 1
-        self.logits = StepGraphs(self._logits_of, device)
-        """[size, V] of a step that draws nothing."""
+        records = not is_cuda or why_not_recorded(model) is None
+        self.decoded = StepGraphs(self._decode, device, records=records)
+        """Of a step that draws nothing."""
 
-        self.drawn = StepGraphs(self._draw, device)
+        self.drawn = StepGraphs(self._draw, device, records=records)
         """A step that draws each row's next token, and feeds it to the step behind it."""
 
     def clear(self) -> None:
@@ -89,11 +110,17 @@ class DecodeState:
         with torch.no_grad():
             return float32_logits(self._model, hidden_of(self._model, token_R, position_R, self._pass))
 
+    def _decode(self, size: int) -> Decoded:
+        logits_RV = self._logits_of(size)
+        return Decoded(logits_RV, None if self._routes is None else self._routes.take())
+
     def _draw(self, size: int) -> None:
         token_R, position_R, key_R, num_drawn_R, is_row_R = self._rows_5R[:, :size]
         drawn_R, logprob_R = draw_tokens(self._logits_of(size), self._temperature_R[:size], key_R, num_drawn_R)
         self.token_SR[:, :size].index_copy_(0, self._step_1, drawn_R[None])
         self.logprob_SR[:, :size].index_copy_(0, self._step_1, logprob_R[None])
+        if self._routes is not None and self.routes_SRLK is not None:
+            self.routes_SRLK[:, :size].index_copy_(0, self._step_1, self._routes.take()[None])
         self._step_1 += 1
         token_R.copy_(drawn_R)
         # Tokens behind a response's end may stand behind the model's last position; they are drawn for nobody.

@@ -25,7 +25,7 @@ class PagedEngine(InProcessEngine[PagedBatch]):
         """restarts: new weights compute the keys of responses in flight again, rather than go on from old ones."""
         twin = twin_of(model, BLOCK_ATTENTION)
         batch = PagedBatch(
-            _runner_of(twin, config.max_concurrent_responses),
+            _runner_of(twin, config),
             config.max_concurrent_responses,
             config.cache_tokens,
             restarts=restarts,
@@ -33,9 +33,9 @@ class PagedEngine(InProcessEngine[PagedBatch]):
         super().__init__(config, model, tokenizer, twin, batch)
 
 
-def _runner_of(twin: PreTrainedModel, max_rows: int) -> Runner:
+def _runner_of(twin: PreTrainedModel, config: RolloutConfig) -> Runner:
     if twin.device.type != "cuda":
-        return TorchRunner(twin)
+        return TorchRunner(twin, returns_routes=config.return_routed_experts)
     from ratoon.rollout.engines.paged.kernel_runner import KernelRunner  # brings Triton
 
-    return KernelRunner(twin, max_rows)
+    return KernelRunner(twin, config.max_concurrent_responses, returns_routes=config.return_routed_experts)

@@ -1,12 +1,14 @@
 """The passes of a transformers model over a paged cache, by our kernels and in CUDA graphs."""
 
-# Shape letters: R rows of a pass, B rows that decode, U pieces that want logits, V vocabulary, C channels, S steps.
+# Shape letters: R rows of a pass, B rows that decode, U pieces that want logits, V vocabulary, C channels, S steps, L
+# layers, K experts per token.
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,8 +23,9 @@ from ratoon.rollout.engines.layer_kinds import check_layers
 from ratoon.rollout.engines.paged.block_attention import PagedPass
 from ratoon.rollout.engines.paged.block_cache import BlockCache
 from ratoon.rollout.engines.paged.decode_state import DecodeState, hidden_of
+from ratoon.rollout.engines.paged.experts import RouteRecorder
 from ratoon.rollout.engines.paged.prefill import Prefill
-from ratoon.rollout.engines.paged.runner import DecodeRows, DrawnTokens, Draws, PrefillPiece
+from ratoon.rollout.engines.paged.runner import Decoded, DecodeRows, DrawnTokens, Draws, Prefilled, PrefillPiece
 from ratoon.rollout.engines.paged.sizes import BLOCK_TOKENS, STEPS_TOGETHER
 from ratoon.rollout.engines.paged.step_graphs import StepGraphs, padded_rows
 
@@ -30,8 +33,9 @@ from ratoon.rollout.engines.paged.step_graphs import StepGraphs, padded_rows
 class KernelRunner:
     """A `Runner` of an attached model with `block_attention`, in eval mode, on one GPU.
 
-    Layers without experts run compiled, and a decode step, drawing included, is one CUDA graph. Raises UserError for
-    layers it cannot cache, ValueError for a model that is not attached.
+    Layers without experts run compiled, and a decode step, drawing included, is one CUDA graph unless its experts need
+    the host (`why_not_recorded`). Raises UserError for layers it cannot cache, ValueError for a model that is not
+    attached.
     """
 
     def __init__(
@@ -40,8 +44,10 @@ class KernelRunner:
         max_rows: int,
         block_tokens: int = BLOCK_TOKENS,
         steps_together: int = STEPS_TOGETHER,
+        *,
+        returns_routes: bool = False,
     ) -> None:
-        """max_rows: most responses of one pass."""
+        """max_rows: most responses of one pass. returns_routes: raises UserError where `RouteRecorder` does."""
         check_layers(model)
         attachment_of(model)
         self._model = model
@@ -61,6 +67,7 @@ class KernelRunner:
             own_items=2 * most_rows,
             slots=8,
         )
+        self._routes = RouteRecorder(model) if returns_routes else None
         self._state: DecodeState | None = None
         self._places: list[int] = []
         # As in training: compiled experts have not been measured.
@@ -78,7 +85,7 @@ class KernelRunner:
         if self._places != _places(self._model):
             self._state = None
 
-    def prefill(self, pieces: Sequence[PrefillPiece]) -> Tensor:
+    def prefill(self, pieces: Sequence[PrefillPiece]) -> Prefilled:
         """See `Runner.prefill`."""
         device = self._model.device
         prefill = Prefill(pieces, self.block_tokens, device)
@@ -86,20 +93,27 @@ class KernelRunner:
         token_R, position_R = (to_device(x_R, device) for x_R in (prefill.token_ids_R, prefill.positions_R))
         hidden_RC = hidden_of(self._model, token_R, position_R, PagedPass(self._cache, prefill))
         with torch.no_grad():
-            return float32_logits(self._model, hidden_RC[to_device(wanted_U, device)])
+            logits_UV = float32_logits(self._model, hidden_RC[to_device(wanted_U, device)])
+        return Prefilled(logits_UV, None if self._routes is None else prefill.of_pieces(pieces, self._routes.take()))
 
-    def decode(self, rows: DecodeRows) -> Tensor:
+    def decode(self, rows: DecodeRows) -> Decoded:
         """See `Runner.decode`. The next call overwrites what this one returns."""
-        size, state = self._loaded(rows, None, num_steps=1, records=lambda state: state.logits)
-        return state.logits(size)[: rows.token_B.size]
+        size, state = self._loaded(rows, None, num_steps=1, records=lambda state: state.decoded)
+        return state.decoded(size).first(rows.token_B.size)
 
     def draw(self, rows: DecodeRows, draws: Draws, num_steps: int) -> DrawnTokens:
         """See `Runner.draw`. Waits for the GPU at its end."""
         size, state = self._loaded(rows, draws, num_steps=num_steps, records=lambda state: state.drawn)
         for _ in range(num_steps):
             state.drawn(size)
-        drawn = (x_SR[:num_steps, : rows.token_B.size].cpu().numpy() for x_SR in (state.token_SR, state.logprob_SR))
-        return DrawnTokens(*drawn)
+
+        def on_host(x_SR: Tensor) -> NDArray[Any]:
+            return x_SR[:num_steps, : rows.token_B.size].cpu().numpy()
+
+        routes_SRLK = state.routes_SRLK
+        return DrawnTokens(
+            on_host(state.token_SR), on_host(state.logprob_SR), None if routes_SRLK is None else on_host(routes_SRLK)
+        )
 
     def _loaded(
         self,
@@ -137,7 +151,12 @@ class KernelRunner:
         self._room = self._room.grown(reads.sizes)
         self._places = _places(self._model)
         self._state = DecodeState(
-            self._model, self._cache, self._room, block_tokens=self.block_tokens, max_steps=self.steps_together
+            self._model,
+            self._cache,
+            self._room,
+            block_tokens=self.block_tokens,
+            max_steps=self.steps_together,
+            routes=self._routes,
         )
         return self._state
 

@@ -53,6 +53,11 @@ class Prefill:
     def last_row_of(self, piece: PrefillPiece) -> int:
         return self._last_rows[id(piece)]
 
+    def of_pieces(self, pieces: Sequence[PrefillPiece], x_R: Tensor) -> tuple[Tensor, ...]:
+        """What each piece's rows have in `x_R` [R, ...], in the order of `pieces`."""
+        ends = [self.last_row_of(piece) + 1 for piece in pieces]
+        return tuple(x_R[end - piece.token_ids.size : end] for piece, end in zip(pieces, ends, strict=True))
+
     def attend(self, cache: LayerCache, rows: LayerRows) -> Tensor:
         """See `Attention.attend`."""
         cache.k_cache[self._write_block_R, :, self._write_offset_R] = rows.k_RHD

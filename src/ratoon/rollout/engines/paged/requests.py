@@ -1,9 +1,12 @@
 """A response on its way through the batch, the group it belongs to, and the prompt it reads."""
 
-# Shape letters: P prompt tokens, V vocabulary.
+# Shape letters: P prompt tokens, V vocabulary, L layers of the model, K experts per token.
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.rollout.drafts import GroupDraft, ResponseDraft
@@ -21,9 +24,23 @@ class SharedPrompt:
     logits_V: Tensor | None = None
     """Of its last token, while a response of the group has not begun: the first tokens of all are drawn from it."""
 
+    routes: list[Tensor] = field(default_factory=list[Tensor])
+    """[n, L, K] int16 of each of its pieces on the model's device, until it is complete and the first response begins.
+    Empty where the runner returns none."""
+
+    routes_PLK: NDArray[np.int16] | None = None
+    """The same of all its tokens in main memory: one array for all responses that begin on it."""
+
     @property
     def is_complete(self) -> bool:
         return self.num_prefilled == self.num_tokens
+
+    def taken_routes(self) -> NDArray[np.int16] | None:
+        """[P, L, K] of the complete prompt. The first call waits for the device, and frees what was held there."""
+        if self.routes:
+            self.routes_PLK = torch.cat(self.routes).cpu().numpy()
+            self.routes.clear()
+        return self.routes_PLK
 
 
 @dataclass(slots=True, eq=False)

@@ -1,7 +1,7 @@
 """What the schedule asks of the model: two kinds of forward pass over a paged cache."""
 
 # Shape letters: B responses that decode, U prompts they continue, X blocks of one table row, n tokens of one piece,
-# V vocabulary, S steps.
+# V vocabulary, S steps, L layers of the model, K experts per token.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -94,12 +94,43 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What came out of a prefill pass, on the model's device."""
+
+    logits_UV: Tensor
+    """float32, of the U pieces that want them, in their order."""
+
+    routes: tuple[Tensor, ...] | None
+    """[n, L, K] int16 of each piece, in their order: the experts chosen for its tokens, -1 in layers without experts.
+    None from a runner that does not return them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What came out of a decode pass, on the model's device."""
+
+    logits_BV: Tensor
+    """float32."""
+
+    routes_BLK: Tensor | None
+    """int16, of the rows' tokens; see `Prefilled.routes`."""
+
+    def first(self, num_rows: int) -> "Decoded":
+        """Of the first rows alone."""
+        routes_BLK = self.routes_BLK
+        return Decoded(self.logits_BV[:num_rows], None if routes_BLK is None else routes_BLK[:num_rows])
+
+
+@dataclass(frozen=True, slots=True)
 class DrawnTokens:
     """S tokens of each row, one after another."""
 
     token_SB: NDArray[np.int64]
     logprob_SB: NDArray[np.float32]
     """Not finite where the logits were not."""
+
+    routes_SBLK: NDArray[np.int16] | None
+    """Of the tokens that they were drawn behind; see `Prefilled.routes`."""
 
 
 class Runner(Protocol):
@@ -119,15 +150,12 @@ class Runner(Protocol):
         """Drop the cache and make one of `num_blocks` blocks; 0 only frees it."""
         ...
 
-    def prefill(self, pieces: Sequence[PrefillPiece]) -> Tensor:
-        """Write the pieces' keys; no piece reads what another of the same pass writes.
-
-        Returns logits [U, V] float32 of the U pieces that want them, in their order.
-        """
+    def prefill(self, pieces: Sequence[PrefillPiece]) -> Prefilled:
+        """Write the pieces' keys; no piece reads what another of the same pass writes."""
         ...
 
-    def decode(self, rows: DecodeRows) -> Tensor:
-        """Write the rows' keys. Returns logits [B, V] float32."""
+    def decode(self, rows: DecodeRows) -> Decoded:
+        """Write the rows' keys."""
         ...
 
     def draw(self, rows: DecodeRows, draws: Draws, num_steps: int) -> DrawnTokens:
@@ -139,16 +167,21 @@ class Runner(Protocol):
         ...
 
 
-def draw_in_turn(decode: Callable[[DecodeRows], Tensor], rows: DecodeRows, draws: Draws, num_steps: int) -> DrawnTokens:
+def draw_in_turn(
+    decode: Callable[[DecodeRows], Decoded], rows: DecodeRows, draws: Draws, num_steps: int
+) -> DrawnTokens:
     """`Runner.draw` by its definition: the host draws from the logits of each pass."""
     tokens: list[NDArray[np.int64]] = []
     logprobs: list[NDArray[np.float32]] = []
+    routes: list[NDArray[np.int16]] = []
     for step in range(num_steps):
-        logits_BV = decode(rows)
+        decoded = decode(rows)
         uniform_B = torch.from_numpy(uniform_draws(draws.key_B, draws.num_drawn_B + step))
         temperature_B = torch.from_numpy(draws.temperature_B)
-        token_B, logprob_B = sample_tokens(logits_BV.cpu(), temperature_B, uniform_B)
+        token_B, logprob_B = sample_tokens(decoded.logits_BV.cpu(), temperature_B, uniform_B)
         tokens.append(token_B.numpy())
         logprobs.append(logprob_B.numpy())
+        if decoded.routes_BLK is not None:
+            routes.append(decoded.routes_BLK.cpu().numpy())
         rows = rows.followed_by(tokens[-1])
-    return DrawnTokens(np.stack(tokens), np.stack(logprobs))
+    return DrawnTokens(np.stack(tokens), np.stack(logprobs), np.stack(routes) if routes else None)

@@ -17,16 +17,17 @@ def padded_rows(num_rows: int) -> int:
 
 
 class StepGraphs(Generic[Output]):
-    """`step(size)`, recorded at its first call of a size and repeated from then on; on a CPU it just runs.
+    """`step(size)`, recorded at its first call of a size and repeated from then on; without graphs it just runs.
 
     The tensors that it reads and writes stay where they are, as do what it returns.
     """
 
-    def __init__(self, step: Callable[[int], Output], device: torch.device) -> None:
+    def __init__(self, step: Callable[[int], Output], device: torch.device, *, records: bool) -> None:
+        """records: on a GPU, whose host takes no part in the step. On a CPU nothing is recorded."""
         self._step = step
         self._device = device
         self._recorded: dict[int, tuple[torch.cuda.CUDAGraph, Output]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" and records else None
 
     def is_ready(self, size: int) -> bool:
         return self._pool is None or size in self._recorded

@@ -1,6 +1,7 @@
 """The passes of a transformers model over a paged cache, in torch's own operations: for CPUs."""
 
-# Shape letters: R rows of a pass, B rows that decode, U pieces that want logits, V vocabulary, C channels.
+# Shape letters: R rows of a pass, B rows that decode, U pieces that want logits, V vocabulary, C channels, L layers, K
+# experts per token.
 
 from collections.abc import Sequence
 
@@ -14,12 +15,15 @@ from ratoon.attention.transfer import to_device
 from ratoon.rollout.engines.layer_kinds import check_layers
 from ratoon.rollout.engines.paged.block_attention import Attention, PagedPass
 from ratoon.rollout.engines.paged.block_cache import BlockCache
+from ratoon.rollout.engines.paged.experts import RouteRecorder
 from ratoon.rollout.engines.paged.gathered_decode import GatheredDecode
 from ratoon.rollout.engines.paged.prefill import Prefill
 from ratoon.rollout.engines.paged.runner import (
+    Decoded,
     DecodeRows,
     DrawnTokens,
     Draws,
+    Prefilled,
     PrefillPiece,
     draw_in_turn,
 )
@@ -31,8 +35,12 @@ class TorchRunner:
 
     steps_together = 1
 
-    def __init__(self, model: PreTrainedModel, block_tokens: int = BLOCK_TOKENS) -> None:
+    def __init__(
+        self, model: PreTrainedModel, block_tokens: int = BLOCK_TOKENS, *, returns_routes: bool = False
+    ) -> None:
+        """returns_routes: raises UserError where `RouteRecorder` does."""
         check_layers(model)
+        self._routes = RouteRecorder(model) if returns_routes else None
         self._model = model
         self.block_tokens = block_tokens
         self._cache = BlockCache(0, block_tokens)
@@ -41,16 +49,19 @@ class TorchRunner:
         """See `Runner.resize`. The old tensors are freed first; the new ones are made by the first pass."""
         self._cache = BlockCache(num_blocks, self.block_tokens)
 
-    def prefill(self, pieces: Sequence[PrefillPiece]) -> Tensor:
+    def prefill(self, pieces: Sequence[PrefillPiece]) -> Prefilled:
         """See `Runner.prefill`."""
         prefill = Prefill(pieces, self.block_tokens, self._model.device)
         wanted_U = np.array([prefill.last_row_of(piece) for piece in pieces if piece.wants_logits], np.int64)
-        return self._logits(prefill.token_ids_R, prefill.positions_R, prefill, wanted_U)
+        logits_UV = self._logits(prefill.token_ids_R, prefill.positions_R, prefill, wanted_U)
+        return Prefilled(logits_UV, None if self._routes is None else prefill.of_pieces(pieces, self._routes.take()))
 
-    def decode(self, rows: DecodeRows) -> Tensor:
+    def decode(self, rows: DecodeRows) -> Decoded:
         """See `Runner.decode`."""
         attention = GatheredDecode(rows, self.block_tokens, self._model.device)
-        return self._logits(rows.token_B, rows.position_B.astype(np.int64), attention, np.arange(rows.token_B.size))
+        every_B = np.arange(rows.token_B.size)
+        logits_BV = self._logits(rows.token_B, rows.position_B.astype(np.int64), attention, every_B)
+        return Decoded(logits_BV, None if self._routes is None else self._routes.take())
 
     def draw(self, rows: DecodeRows, draws: Draws, num_steps: int) -> DrawnTokens:
         """See `Runner.draw`."""
