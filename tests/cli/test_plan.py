@@ -112,6 +112,28 @@ def test_what_train_refuses_ends_in_one_paragraph_and_2(
     assert files_of(folder) == before
 
 
+SERVER = ("--rollout.engine=vllm-server", "--rollout.server={command=['vllm']}")
+
+
+@pytest.mark.parametrize(
+    ("key", "others"),
+    [
+        ("reward.timeout_s", ()),
+        ("reward.start_timeout_s", ()),
+        ("rollout.timeout_s", ()),
+        ("rollout.server.ready_timeout_s", SERVER),
+    ],
+)
+def test_limits_that_outlast_the_patience_of_the_other_ranks_are_refused(plan: Plan, key: str, others: tuple[str, ...]):
+    """Ranks would end the run while one of them is busy within its own limit. One process waits for nobody."""
+    assert key not in plan(*others, "--trainer.rank_timeout_s=901", "--gpus=2")[2]
+    as_long = (*others, "--trainer.rank_timeout_s=1000", f"--{key}=1000")
+    status, _, err = plan(*as_long, "--gpus=2")
+    assert status == 2
+    assert f"{key} = 1000 " in err and "trainer.rank_timeout_s = 1000" in err and "2 processes" in err
+    assert key not in plan(*as_long, "--gpus=1")[2]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU can run it")
 def test_recipe_of_another_machine_is_planned_all_the_same(plan: Plan):
     status, out, _ = plan("--trainer.device=cuda", "--model.dtype=bfloat16")

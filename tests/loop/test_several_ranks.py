@@ -139,6 +139,7 @@ def test_a_failing_reward_is_told_once_and_no_step_is_lost(tiny: TinyRun, forks:
     ("wrong", "words"),
     [
         (("--reward.function=python:absent.py:score",), "absent.py"),
+        pytest.param(("--reward.timeout_s=1800",), "trainer.rank_timeout_s = 1800", marks=pytest.mark.full),
         pytest.param(("--data.source=absent.jsonl",), "absent.jsonl", marks=pytest.mark.full),
         pytest.param(("--model.lora.rank=2", "--trainer.sharding=full"), "trainer.sharding", marks=pytest.mark.full),
         (("--trainer.sharding=half",), "trainer.sharding"),
@@ -192,7 +193,7 @@ def hang_before_the_update(rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("disturb", "limit_s", "statuses"),
-    sampled((hang_before_the_update, 6.0, (1, None)), (die_in_the_update, 100.0, (1, -signal.SIGKILL))),
+    sampled((hang_before_the_update, 10.0, (1, None)), (die_in_the_update, 100.0, (1, -signal.SIGKILL))),
 )
 def test_a_rank_that_dies_or_hangs_ends_the_run_by_name(
     tiny: TinyRun,
@@ -201,7 +202,8 @@ def test_a_rank_that_dies_or_hangs_ends_the_run_by_name(
     limit_s: float,
     statuses: tuple[int, int | None],
 ):
-    ranks = start_ranks(forks, tiny, *SHORT, f"--trainer.rank_timeout_s={limit_s}", disturb=disturb)
+    limits = (f"--{key}=9" for key in ("reward.timeout_s", "reward.start_timeout_s", "rollout.timeout_s"))
+    ranks = start_ranks(forks, tiny, *SHORT, *limits, f"--trainer.rank_timeout_s={limit_s}", disturb=disturb)
     ranks.processes[0].join(timeout=100)
     if statuses[1] is None:
         ranks.processes[1].kill()  # as the launcher does

@@ -15,7 +15,7 @@ from ratoon.loop.device_memory import DeviceMemory
 from ratoon.loop.inputs import check_attention, check_rollout, load_inputs
 from ratoon.loop.memory_policy import choose_recompute, fitting_mode
 from ratoon.loop.mesh import MeshShape
-from ratoon.loop.ranks import cuts_model
+from ratoon.loop.ranks import check_waits, cuts_model
 from ratoon.loop.run_memory import RunMemory, left_by_engine
 from ratoon.loop.run_state import RunState, peek_run_folder
 from ratoon.metrics.sinks import check_sinks
@@ -139,6 +139,7 @@ def dry_run(recipe: Recipe, *, recipe_dir: Path, num_ranks: int = 1) -> DryRun:
     """
     check_attention(recipe.model.attention)
     check_sinks(recipe.logging)
+    check_waits(recipe, num_ranks)
     mesh = MeshShape.of(recipe, num_ranks)
     model = preview_model(recipe.model)
     with load_inputs(recipe, recipe_dir) as inputs:

@@ -34,6 +34,24 @@ def joined(recipe: Recipe) -> Iterator[DataParallel]:
     ranks.close()  # not after a failure: the other ranks may never come
 
 
+def check_waits(recipe: Recipe, num_ranks: int) -> None:
+    """Raises UserError where one rank may be busy, within a limit of the recipe's, for longer than the others wait."""
+    if num_ranks == 1:
+        return
+    waits = {"reward.timeout_s": recipe.reward.timeout_s, "reward.start_timeout_s": recipe.reward.start_timeout_s}
+    waits["rollout.timeout_s"] = recipe.rollout.timeout_s
+    if recipe.rollout.server.command:
+        waits["rollout.server.ready_timeout_s"] = recipe.rollout.server.ready_timeout_s
+    longest = recipe.trainer.rank_timeout_s
+    for key, seconds in waits.items():
+        if seconds >= longest:
+            raise UserError(
+                f"{key} = {seconds:g} lets one of the {num_ranks} processes take {seconds:g} s, and the others end the "
+                f"run when they have waited for trainer.rank_timeout_s = {longest:g}; raise that above it, or lower "
+                f"{key}"
+            )
+
+
 def cuts_model(recipe: Recipe, num_ranks: int) -> bool:
     """Whether each rank holds a part of the policy only. One rank has nothing to share it out over."""
     if num_ranks == 1 or recipe.trainer.sharding == "none":

@@ -20,7 +20,7 @@ from ratoon.loop.inputs import Inputs, check_attention, check_rollout, load_inpu
 from ratoon.loop.memory_policy import MemoryChoice, choose_recompute
 from ratoon.loop.memory_watch import MemoryWatch
 from ratoon.loop.mesh import MeshShape, join_sequence_group
-from ratoon.loop.ranks import cuts_model, joined, open_shared_run_folder, run_view
+from ratoon.loop.ranks import check_waits, cuts_model, joined, open_shared_run_folder, run_view
 from ratoon.loop.reference import build_reference, keep_reference
 from ratoon.loop.run_folder import RunFolder
 from ratoon.loop.run_memory import RunMemory, left_by_engine
@@ -33,7 +33,7 @@ from ratoon.models import attention_choices, describe_adapters, is_compiled, pre
 from ratoon.models.outline import outline_model
 from ratoon.models.sharding import sampling_copy, shard_policy
 from ratoon.rewards.messages import Cause
-from ratoon.rollout import RolloutEngine, build_engine
+from ratoon.rollout import RolloutEngine, build_engine, engine_notes
 from ratoon.trainer.best_checkpoint import best_step
 from ratoon.trainer.checkpoint import checkpoint_name, checkpoint_step, clean_leftovers, latest_checkpoint
 from ratoon.trainer.durable_files import is_disk_full
@@ -89,6 +89,7 @@ def _checked_inputs(recipe: Recipe, recipe_dir: Path, ranks: DataParallel) -> In
     check_attention(recipe.model.attention)
     check_sinks(recipe.logging)
     check_rollout(recipe, is_evaluated=recipe.data.num_heldout > 0)
+    check_waits(recipe, ranks.world_size)
     MeshShape.of(recipe, ranks.world_size)
     return load_inputs(recipe, recipe_dir, scores=ranks.is_main)
 
@@ -149,6 +150,8 @@ def _load_run(
         view.say("layers: compiled at their first passes, which take up to a minute more")
     sampled = sampling_copy(model) if cuts_model(recipe, ranks.world_size) else model
     engine = build_engine(recipe.rollout, sampled, inputs.tokenizer, device, run_dir=folder.path)
+    for line in engine_notes(engine):
+        view.say(f"rollout: {line}")
     if sampled is not model:
         on_each_kept(ranks, "cutting of the model", lambda: shard_policy(model))
     set_sequence_parallel(model, join_sequence_group(recipe, ranks, device))

@@ -51,7 +51,9 @@ class TrainerConfig(BaseModel):
 
     rank_timeout_s: float = Field(default=1800.0, gt=0, allow_inf_nan=False)
     """How long one process waits for another before the run ends: longer than the rollouts of two can differ, and than
-    scoring and writing a checkpoint take."""
+    scoring a step and writing a checkpoint take. With several processes a recipe is refused in which it is not above
+    `reward.timeout_s`, `reward.start_timeout_s`, `rollout.timeout_s` and, where the run starts a server,
+    `rollout.server.ready_timeout_s`."""
 
     offload_optimizer: bool = False
     """Keep AdamW's moments and float32 weights in host memory, 16 bytes a weight, and update there: a step is slower by
