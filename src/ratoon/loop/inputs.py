@@ -24,7 +24,7 @@ from ratoon.models import (
 )
 from ratoon.models.config import AttentionImpl
 from ratoon.rewards import RewardPool
-from ratoon.rollout import check_engine
+from ratoon.rollout import check_engine, check_model
 from ratoon.types.errors import UserError
 from ratoon.types.rollouts import Prompt, RolloutGroup
 
@@ -78,6 +78,7 @@ def load_inputs(recipe: Recipe, recipe_dir: Path, *, scores: bool = True) -> Inp
     rewards = _reward_pool(recipe, recipe_dir) if scores else None
     try:
         preview = preview_model(recipe.model)  # before its tokenizer, which would take the blame for a bad config.json
+        check_model(recipe.rollout, preview.shape)
         tokenizer = load_recipe_tokenizer(recipe)
         check_vocabulary(tokenizer, preview.shape.vocab_size)
         prompts = load_prompts(recipe.data, tokenizer, base_dir=recipe_dir)

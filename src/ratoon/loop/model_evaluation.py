@@ -14,7 +14,7 @@ from ratoon.loop.evaluation import Answers, Evaluation, answer, measure
 from ratoon.loop.inputs import check_attention, check_rollout, load_model, resolve_device
 from ratoon.models import check_vocabulary, fresh_tokenizer, load_tokenizer, preview_model
 from ratoon.rewards import RewardPool
-from ratoon.rollout import RolloutEngine, build_engine
+from ratoon.rollout import RolloutEngine, build_engine, check_model
 from ratoon.types.errors import UserError, first_cause
 from ratoon.types.rollouts import Prompt, RolloutGroup
 
@@ -54,7 +54,9 @@ def evaluate_model(
     check_rollout(recipe, is_evaluated=True)
     tokenizer = _tokenizer(recipe, task.checkpoint)
     if task.checkpoint is None:  # a run's was checked when the run began
-        check_vocabulary(tokenizer, preview_model(recipe.model).shape.vocab_size)
+        shape = preview_model(recipe.model).shape
+        check_model(recipe.rollout, shape)
+        check_vocabulary(tokenizer, shape.vocab_size)
     split = load_prompts(recipe.data, tokenizer, base_dir=task.base_dir)
     for line in split.report.warnings:
         warn(line)

@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from ratoon.rollout.engine import RolloutEngine
     from ratoon.rollout.errors import RolloutError, RolloutStalledError
     from ratoon.rollout.factory import build_engine, check_engine
+    from ratoon.rollout.model_checks import check_model
+    from ratoon.rollout.notes import engine_notes
 
 _HOMES = {
     "RolloutConfig": "config",
@@ -16,9 +18,20 @@ _HOMES = {
     "RolloutStalledError": "errors",
     "build_engine": "factory",
     "check_engine": "factory",
+    "check_model": "model_checks",
+    "engine_notes": "notes",
 }
 
-__all__ = ["RolloutConfig", "RolloutEngine", "RolloutError", "RolloutStalledError", "build_engine", "check_engine"]
+__all__ = [
+    "RolloutConfig",
+    "RolloutEngine",
+    "RolloutError",
+    "RolloutStalledError",
+    "build_engine",
+    "check_engine",
+    "check_model",
+    "engine_notes",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ from ratoon.rollout.config import RolloutConfig
 from ratoon.rollout.engines.in_process import InProcessEngine
 from ratoon.rollout.engines.paged.batch import PagedBatch
 from ratoon.rollout.engines.paged.block_attention import BLOCK_ATTENTION
+from ratoon.rollout.engines.paged.experts import why_not_recorded
 from ratoon.rollout.engines.paged.runner import Runner
 from ratoon.rollout.engines.paged.torch_runner import TorchRunner
 from ratoon.rollout.engines.shared_weights import twin_of
@@ -24,6 +25,8 @@ class PagedEngine(InProcessEngine[PagedBatch]):
     ) -> None:
         """restarts: new weights compute the keys of responses in flight again, rather than go on from old ones."""
         twin = twin_of(model, BLOCK_ATTENTION)
+        reason = why_not_recorded(twin) if twin.device.type == "cuda" else None
+        self.notes: tuple[str, ...] = () if reason is None else (f"decoding without CUDA graphs: {reason}",)
         batch = PagedBatch(
             _runner_of(twin, config),
             config.max_concurrent_responses,

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ratoon.models import model_shape
 from ratoon.models.layers import marked_layers
+from ratoon.rollout.model_checks import check_has_experts
 from ratoon.types import UserError
 
 _GROUPED_MAJORS = (9, 10)
@@ -22,11 +23,7 @@ def experts_of_layers(model: PreTrainedModel) -> list[nn.Module | None]:
 
     Raises UserError for a dense model, and for experts that are not called as `experts(rows, ids, weights)`.
     """
-    if not model_shape(model.config).num_experts:
-        raise UserError(
-            f"rollout.return_routed_experts asks for the experts that routers chose, and {type(model).__name__} has "
-            "none; leave it out"
-        )
+    check_has_experts(model_shape(model.config))
     found = [_experts_in(layer) for layer in marked_layers(model)]
     if not any(found) or any(len(modules) > 1 for modules in found):
         raise UserError(
