@@ -23,7 +23,7 @@ from ratoon.bench.policy_update.microbatches import Microbatch, pack_update
 from ratoon.bench.policy_update.random_model import build_model
 from ratoon.bench.policy_update.variants import Variant
 from ratoon.bench.weak_scaling import CASES, WAYS, bench_weak_scaling
-from ratoon.distributed import DataParallel, reshard, set_gradient_sync, shard_mesh, shard_model
+from ratoon.distributed import DataParallel, reshard, shard_mesh, shard_model
 from ratoon.models import set_compile, set_recompute
 from ratoon.models.sharding import decoder_layers
 from ratoon.types import UserError
@@ -75,7 +75,8 @@ def mean_of_ranks(unit: FSDPModule, _: float) -> None:
 
 def left_unsummed(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     HONEST["shard_model"](model, *args, **kwargs)
-    set_gradient_sync(model, False)
+    assert isinstance(model, FSDPModule), "shard_model has made it one"
+    model.set_requires_gradient_sync(False)
 
 
 def another_group(microbatch: Microbatch, model: PreTrainedModel) -> Tensor:

@@ -21,7 +21,6 @@ from ratoon.distributed import (
     full_weights,
     idle_layout,
     run_in_root,
-    set_gradient_sync,
     shard_mesh,
     shard_model,
 )
@@ -50,7 +49,6 @@ class Case:
     tied: bool = True
     dtype: torch.dtype = torch.float64
     recompute: Mode = "none"
-    sync_last_only: bool = False
     reshard_after_forward: bool = True
     compiled: bool = False
     adapted: bool = False
@@ -111,9 +109,7 @@ def loss_of(model: PreTrainedModel, layout: PackedLayout, *, is_idle: bool) -> T
 
 def backward_all(model: PreTrainedModel, case: Case, *, rank: int, world_size: int) -> None:
     all_groups = groups()
-    planned = MICROBATCHES[world_size][rank]
-    for index, chosen in enumerate(planned):
-        set_gradient_sync(model, not case.sync_last_only or index == len(planned) - 1)
+    for chosen in MICROBATCHES[world_size][rank]:
         layout = pack_groups([all_groups[group] for group in chosen]) if chosen else idle_layout()
         loss_of(model, layout, is_idle=not chosen).backward()
 
@@ -149,11 +145,11 @@ CASES: dict[int, list[Case]] = {
     2: [
         Case(num_steps=2),
         Case(tied=False, recompute="full"),
-        Case(tied=False, dtype=torch.float32, sync_last_only=True, num_steps=2),
+        Case(tied=False, dtype=torch.float32, num_steps=2),
         Case(dtype=torch.float32, recompute="selective", reshard_after_forward=False),
-        Case(recompute="full", sync_last_only=True, reshard_after_forward=False),
+        Case(recompute="full", reshard_after_forward=False),
         Case(adapted=True),
-        Case(adapted=True, recompute="full", sync_last_only=True),
+        Case(adapted=True, recompute="full"),
     ],
     3: [Case(recompute="full", num_steps=2), Case(tied=False, dtype=torch.float32)],
 }
@@ -253,17 +249,6 @@ def not_finite(ranks: DataParallel, _: Path) -> list[Any]:
     return [norm, rest.min().item(), rest.max().item()]
 
 
-def unsynced_gradients(ranks: DataParallel, _: Path) -> list[int]:
-    """How many weights have a gradient after a backward pass with the sum off, and after the next one with it on."""
-    model = build_sharded(Case())
-    found: list[int] = []
-    for is_on in (False, True):
-        set_gradient_sync(model, is_on)
-        loss_of(model, idle_layout(), is_idle=False).backward()
-        found.append(sum(parameter.grad is not None for parameter in model.parameters()))
-    return found
-
-
 def misuse(_: DataParallel, __: Path) -> list[str]:
     model, mesh = build_sharded(Case()), shard_mesh("cpu")
     other = build(Case())
@@ -298,7 +283,6 @@ FACTS = (
     mixed_precision,
     all_idle,
     not_finite,
-    unsynced_gradients,
     misuse,
 )
 
@@ -393,11 +377,6 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks_and_scaled_by_none(f
     assert [fact["not_finite"] for fact in facts] == [[np.inf, 1.0, 1.0]] * 2
 
 
-def test_gradients_wait_for_the_last_microbatch(facts: list[dict[str, Any]]):
-    num_parameters = len(list(tiny_model().parameters()))
-    assert [fact["unsynced_gradients"] for fact in facts] == [[0, num_parameters]] * 2
-
-
 def test_misuse_is_refused(facts: list[dict[str, Any]]):
     already, strangers, none = facts[0]["misuse"]
     assert "is sharded already" in already and "got none" in none
@@ -406,7 +385,6 @@ def test_misuse_is_refused(facts: list[dict[str, Any]]):
 
 def test_a_model_that_is_not_sharded_needs_none_of_it():
     model = build(Case())
-    set_gradient_sync(model, False)
     loss_of(model, pack_groups(groups()[:1]), is_idle=False).backward()
     parameters = list(model.parameters())
     wanted = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()

@@ -128,7 +128,7 @@ def exchange_on_ranks(ranks: DataParallel, _: Path) -> dict[str, Any]:
     return found
 
 
-SHARDED = [Case(), Case(recompute="full", tied=False), Case(adapted=True, sync_last_only=True)]
+SHARDED = [Case(), Case(recompute="full", tied=False), Case(adapted=True)]
 
 
 def train_in_groups(group: SequenceGroup) -> list[dict[str, Any]]:

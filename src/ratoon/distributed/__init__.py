@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         is_sharded,
         reshard,
         run_in_root,
-        set_gradient_sync,
         shard_mesh,
         shard_model,
     )
@@ -49,7 +48,6 @@ _HOMES = {
     "run_in_root": "sharded",
     "save_sharded": "sharded_checkpoint",
     "sequence_group": "ulysses",
-    "set_gradient_sync": "sharded",
     "shard_mesh": "sharded",
     "shard_model": "sharded",
     "single_process": "launch",
@@ -76,7 +74,6 @@ __all__ = [
     "run_in_root",
     "save_sharded",
     "sequence_group",
-    "set_gradient_sync",
     "shard_mesh",
     "shard_model",
     "single_process",

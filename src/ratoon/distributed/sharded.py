@@ -111,16 +111,6 @@ def reshard(model: nn.Module) -> None:
         unit.reshard()
 
 
-def set_gradient_sync(model: nn.Module, is_on: bool) -> None:
-    """Whether the next backward passes sum gradients over ranks. Set it alike on all ranks.
-
-    Off for all but a step's last microbatch saves communication, and costs each rank the whole model's gradient in the
-    kept dtype until the next pass with it on. A model that is not sharded has nothing to set.
-    """
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_on)
-
-
 def idle_layout() -> PackedLayout:
     """A layout with one scored token: what a rank with nothing to do runs, so that the others do not wait for it.
 
