@@ -182,6 +182,95 @@ def test_memory_of_each_mode_and_of_ranks_that_share_the_model(plan: Plan):
             plan(f"--gpus={wrong}")
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ((), ["engine transformers", "on its own weights", "8 responses at a time"]),
+        (
+            ("--rollout.engine=paged", "--rollout.cache_tokens=200"),
+            ["engine paged", "192 tokens", "as rollout.cache_tokens says"],
+        ),
+        (("--trainer.num_processes=2",), ["on a whole copy of its weights", "key/value cache on each rank"]),
+        (
+            ("--rollout.engine=vllm", "--rollout.vllm.cache_gib=3", "--trainer.device=cuda", "--gpu-memory-gib=100"),
+            ["engine vllm", "takes 40% of each GPU, 40.0 GiB", "kept during updates", "cache: 3.0 GiB"],
+        ),
+        (
+            ("--rollout.engine=vllm", "--rollout.vllm.sleep=2", "--trainer.device=cuda"),
+            ["takes 40% of each GPU (", "given to the trainer during updates", "what its weights leave"],
+        ),
+        (("--rollout.engine=vllm",), ["key/value cache: 1.0 GiB (rollout.vllm.cache_gib)"]),
+        (SERVER, ["engine vllm-server: a server that each rank starts", "in none of the figures here"]),
+        (
+            ("--rollout.engine=sglang-server", "--rollout.server={url='http://127.0.0.1:9'}"),
+            ["engine sglang-server: a server at http://127.0.0.1:9"],
+        ),
+        (
+            ("--rollout.max_new_tokens_per_step=4",),
+            ["at most 4 tokens of a response a step", "one of 6 takes 2 steps", "fewer than 6 groups are held"],
+        ),
+    ],
+)
+def test_which_engine_draws_what_it_holds_and_in_how_many_steps(
+    plan: Plan, settings: tuple[str, ...], words: list[str]
+):
+    """Whether or not the engine is installed here."""
+    _, out, _ = plan(*settings)
+    said = out.partition("\nRollout\n")[2].partition("\nModel\n")[0]
+    for word in words:
+        assert word in said
+    assert ("partial rollouts" in said) == any("max_new_tokens_per_step" in setting for setting in settings)
+
+
+def test_the_cache_that_is_told_of_is_the_one_that_the_estimate_counts(plan: Plan):
+    _, out, _ = plan("--rollout.engine=paged")
+    told = re.search(r"key/value cache: ([\d,]+) tokens, ([\d.]+ MiB)", out)
+    assert told is not None
+    assert re.search(rf"key/value cache of the rollout +{re.escape(told[2])}\n", out)
+    # One layer; keys and values of one head of 16 channels in float32.
+    assert float(told[2].split()[0]) == pytest.approx(int(told[1].replace(",", "")) * 2 * 16 * 4 / 2**20, abs=0.05)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU holds figures against it")
+def test_plans_for_gpus_say_whose_memory_they_are_held_against(plan: Plan):
+    """Not this machine's, which has none."""
+    anywhere = ("--trainer.device=auto", "--gpus=8")
+    status, out, _ = plan(*anywhere)
+    assert status == 0
+    assert "on cuda" in out and "This machine has no GPU, so nothing says what fits; --gpu-memory-gib" in out
+    assert "An estimate may fill" not in out and "fits, taken" not in out
+    status, out, _ = plan(*anywhere, "--gpu-memory-gib=80")
+    assert status == 0
+    assert "fits, taken" in out and "of 80.0 GiB, a GPU's as given (--gpu-memory-gib)" in out
+    assert "on cuda" in plan("--trainer.device=auto", "--gpu-memory-gib=80")[1]
+    status, out, err = plan(*anywhere, "--gpu-memory-gib=1.0")
+    assert status == 2
+    assert "does not fit" in out and "of this GPU's 1.0 may be filled" in err
+
+
+def test_plans_for_this_machine_say_so(plan: Plan):
+    """Processes on a CPU share what it has."""
+    alone, together = plan()[1], plan("--trainer.num_processes=2")[1]
+    assert re.search(r"An estimate may fill .*, this machine's: ", alone)
+    assert "one process's share of this machine's" in together and "2 processes share the machine's memory" in together
+    totals = [re.search(r"may fill [\d.]+ \w+ of ([\d.]+) GiB", page) for page in (alone, together)]
+    whole, half = (float(found[1]) for found in totals if found is not None)
+    assert half == pytest.approx(whole / 2, abs=0.1)
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "nan", "inf", "much", "1e9"])
+def test_gpu_memory_is_a_number_of_gib(plan: Plan, wrong: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        plan(f"--gpu-memory-gib={wrong}")
+    assert "must be a number of GiB" in capsys.readouterr().err
+
+
+def test_gpu_memory_of_a_cpu_is_refused(plan: Plan):
+    status, _, err = plan("--gpu-memory-gib=80")
+    assert status == 2
+    assert 'trainer.device = "cpu"' in err
+
+
 def test_ranks_that_hold_microbatches_together(plan: Plan):
     """The mesh, fewer rows for each rank, and a refusal that says which degrees there are."""
     gpus = ("--gpus=4", "--rollout.group_size=400", "--model.recompute=none")

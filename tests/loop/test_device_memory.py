@@ -24,6 +24,14 @@ def test_a_host_keeps_a_share_of_what_is_free():
     assert 0 < here.usable_bytes < here.total_bytes
 
 
+def test_processes_of_a_host_share_its_memory_and_have_gpus_of_their_own():
+    host = DeviceMemory.of_total("cpu", 100 * GIB, 10 * GIB).shared_by(4)
+    assert (host.total_bytes, host.usable_bytes) == (25 * GIB, 2 * GIB)
+    assert "4 processes share" in host.margin
+    gpu = DeviceMemory.of_total("cuda", 100 * GIB)
+    assert gpu.shared_by(4) == gpu
+
+
 @pytest.mark.parametrize(
     ("line", "folder", "files"),
     [

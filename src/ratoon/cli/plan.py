@@ -17,7 +17,7 @@ _EXAMPLE = """\
 example:
   ratoon plan recipes/quickstart.toml
   ratoon plan recipes/quickstart.toml --full --rollout.group_size 64
-  ratoon plan recipes/quickstart.toml --gpus 8
+  ratoon plan recipes/quickstart.toml --gpus 8 --gpu-memory-gib 80
 
 Reads data, tokenizer, reward functions and the model's configuration, but no weights, and writes nothing. It says
 what a step is made of, what it costs and what memory it needs, and what `ratoon train` would do with the run's
@@ -26,6 +26,8 @@ folder. It takes the same keys as `ratoon train`, and exits with 2 for what that
 
 _MOST_GPUS = 65_536
 """Each has microbatches of its own, which takes this many half a minute to plan."""
+
+_MOST_GIB = 65_536
 
 
 def register(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -40,6 +42,12 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
     )
     parser.add_argument("recipe", type=Path, metavar="RECIPE.toml")
     parser.add_argument("--gpus", type=_num_gpus, metavar="K", help="plan for K GPUs that train together, here or not")
+    parser.add_argument(
+        "--gpu-memory-gib",
+        type=_gib,
+        metavar="G",
+        help="hold the memory estimate against GPUs of G GiB each, in place of what this machine has",
+    )
     parser.add_argument("--full", action="store_true", help="show every key of the recipe, defaults included")
 
 
@@ -51,7 +59,11 @@ def _run(known: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     with _leaving_no_bytecode():
         found = dry_run(
-            recipe, recipe_dir=folder_of_files(known.recipe), num_ranks=known.gpus or num_ranks(recipe.trainer)
+            recipe,
+            recipe_dir=folder_of_files(known.recipe),
+            num_ranks=known.gpus or num_ranks(recipe.trainer),
+            on_gpus=known.gpus is not None,
+            gpu_memory_gib=known.gpu_memory_gib,
         )
     for line in page_lines(found, recipe_file=known.recipe, full=known.full):
         print(line)
@@ -66,6 +78,16 @@ def _num_gpus(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= _MOST_GPUS:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {_MOST_GPUS:,}, got {text!r}")
     return int(text)
+
+
+def _gib(text: str) -> float:
+    try:
+        gib = float(text)
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib <= _MOST_GIB:
+        raise argparse.ArgumentTypeError(f"must be a number of GiB above 0, such as 80, got {text!r}")
+    return gib
 
 
 @contextmanager

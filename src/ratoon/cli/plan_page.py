@@ -12,10 +12,11 @@ from ratoon.config.recipe import Recipe
 from ratoon.loop.dry_run import DryRun
 from ratoon.loop.memory_policy import FASTEST_FIRST
 from ratoon.loop.run_memory import RunMemory
+from ratoon.planner.memory_sizes import GIB
 
 
 def page_lines(found: DryRun, *, recipe_file: Path, full: bool) -> Iterator[str]:
-    """Every line, in order: recipe, data, step, model, memory, checks, run folder, warnings."""
+    """Every line, in order: recipe, data, step, rollout, model, memory, checks, run folder, warnings."""
     yield f"Plan of run {found.recipe.run.name} ({recipe_file}). No weights were loaded, and nothing was written."
     yield from ("", "Recipe" if full else "Recipe, where it differs from the defaults (--full shows every key)")
     yield from _indented(dump_recipe(found.recipe).splitlines() if full else non_default_lines(found.recipe))
@@ -24,6 +25,8 @@ def page_lines(found: DryRun, *, recipe_file: Path, full: bool) -> Iterator[str]
     yield from ("", "One step")
     yield from _indented(_step_lines(found))
     yield from _table(found)
+    yield from ("", "Rollout")
+    yield from _indented(_rollout_lines(found))
     yield from ("", "Model")
     yield from _indented(_model_lines(found))
     if found.memory is not None:
@@ -121,6 +124,62 @@ def _table(found: DryRun) -> Iterator[str]:
         yield f"  {name:<36}" + "".join(f"{cell:>22}" for cell in cells)
 
 
+def _rollout_lines(found: DryRun) -> Iterator[str]:
+    """Which engine, the memory it takes, and in how many steps a response may be drawn."""
+    rollout = found.recipe.rollout
+    match rollout.engine:
+        case "transformers" | "paged":
+            how = "transformers' continuous batching" if rollout.engine == "transformers" else "a paged cache of ours"
+            is_cut = found.memory is not None and found.memory.shards.num_shards > 1
+            weights = "a whole copy of its weights" if is_cut else "its own weights"
+            yield f"engine {rollout.engine}: {how}, in the process that trains, on {weights}"
+            yield from _cache_lines(found)
+        case "vllm":
+            yield "engine vllm: vLLM in the process that trains, on a copy of the weights"
+            yield from _vllm_lines(found)
+        case "vllm-server" | "sglang-server":
+            server = rollout.server
+            where = f"at {server.url}" if server.url is not None else "that each rank starts with the run"
+            yield f"engine {rollout.engine}: a server {where}; its weights and cache are in none of the figures here"
+    part = rollout.max_new_tokens_per_step
+    if part is not None:
+        yield (
+            f"partial rollouts: at most {_count(part, 'token')} of a response a step, so that one of "
+            f"{rollout.max_response_tokens:,} takes {rollout.max_parts:,} steps, each under the weights of then "
+            "(rollout.max_new_tokens_per_step). A step trains on groups of which every response ended; fewer than "
+            f"{(rollout.max_parts + 1) * rollout.prompts_per_step:,} groups are held at a time."
+        )
+
+
+def _cache_lines(found: DryRun) -> Iterator[str]:
+    if found.memory is None:
+        return
+    size, rollout = found.memory.generation, found.recipe.rollout
+    why = (
+        "as rollout.cache_tokens says"
+        if rollout.cache_tokens is not None
+        else "what the longest prompts and responses can fill (rollout.cache_tokens would cap it)"
+    )
+    each = " on each rank" if found.mesh.num_ranks > 1 else ""
+    cache = found.memory.at_worst(FASTEST_FIRST[-1]).cache
+    yield f"up to {_count(size.num_concurrent, 'response')} at a time{each} (rollout.max_concurrent_responses)"
+    yield f"key/value cache{each}: {size.cache_tokens:,} tokens, {_size(cache)}: {why}"
+
+
+def _vllm_lines(found: DryRun) -> Iterator[str]:
+    vllm = found.recipe.rollout.vllm
+    if found.device_type == "cpu":
+        yield f"key/value cache: {_size(int((vllm.cache_gib or 1.0) * GIB))} (rollout.vllm.cache_gib)"
+        return
+    share = "" if found.device is None else f", {_size(int(vllm.gpu_memory_utilization * found.device.total_bytes))}"
+    cache = "what its weights leave of that" if vllm.cache_gib is None else _size(int(vllm.cache_gib * GIB))
+    kept = "kept during updates" if vllm.sleep == 0 else "given to the trainer during updates"
+    yield (
+        f"it takes {vllm.gpu_memory_utilization:.0%} of each GPU{share} (rollout.vllm.gpu_memory_utilization), "
+        f"{kept} (rollout.vllm.sleep = {vllm.sleep}); key/value cache: {cache}"
+    )
+
+
 def _model_lines(found: DryRun) -> Iterator[str]:
     model, config = found.model, found.recipe.model
     where = config.path if config.path is not None else "made on the spot"
@@ -188,9 +247,24 @@ def _mode_lines(found: DryRun, memory: RunMemory) -> Iterator[str]:
             + taken
         )
     if device is None:
-        yield "Python and libraries come on top: about 1 GiB. This machine lacks the device, so nothing says what fits."
+        yield (
+            "Python and libraries come on top: about 1 GiB. This machine has no GPU, so nothing says what fits; "
+            "--gpu-memory-gib G holds these figures against GPUs of G GiB."
+        )
     else:
-        yield f"An estimate may fill {_size(device.usable_bytes)} of {_size(device.total_bytes)}: {device.margin}."
+        yield (
+            f"An estimate may fill {_size(device.usable_bytes)} of {_size(device.total_bytes)}, {_whose(found)}: "
+            f"{device.margin}."
+        )
+
+
+def _whose(found: DryRun) -> str:
+    """The memory that estimates are held against."""
+    if found.is_device_given:
+        return "a GPU's as given (--gpu-memory-gib)"
+    if found.device_type == "cpu":
+        return "this machine's" if found.mesh.num_ranks == 1 else "one process's share of this machine's"
+    return "this machine's GPU's" + (", which every rank's is taken to be like" if found.mesh.num_ranks > 1 else "")
 
 
 def _check_lines(found: DryRun) -> Iterator[str]:

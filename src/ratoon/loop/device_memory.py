@@ -1,7 +1,7 @@
 """How much memory a device has, and how much of it an estimate may fill."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +32,9 @@ class DeviceMemory:
     usable_bytes: int
     """What an estimate may fill: what is free, less the margin."""
 
+    num_sharers: int = 1
+    """Processes that have the host's memory together; the bytes are one's share of it."""
+
     @classmethod
     def of_total(cls, device_type: DeviceType, total_bytes: int, available_bytes: int | None = None) -> "DeviceMemory":
         """available_bytes: free, or this process's already; None: everything."""
@@ -57,12 +60,25 @@ class DeviceMemory:
             max(min([memory.available, *(limit - used for limit, used in limits)]), 0),
         )
 
+    def shared_by(self, num_processes: int) -> "DeviceMemory":
+        """What one of so many processes of a host may count on. A GPU is one process's own."""
+        assert self.num_sharers == 1, "a host's memory is shared out once"
+        if self.device_type == "cuda":
+            return self
+        return replace(
+            self,
+            total_bytes=self.total_bytes // num_processes,
+            usable_bytes=self.usable_bytes // num_processes,
+            num_sharers=num_processes,
+        )
+
     @property
     def margin(self) -> str:
         """What is left free, in words."""
         if self.device_type == "cuda":
             return f"{_CUDA_MARGIN:.0%} of the GPU and {_CUDA_CONTEXT_BYTES / GIB:.0f} GiB are left free"
-        return f"{_CPU_MARGIN:.0%} of the memory that is free now is left so"
+        shared = "" if self.num_sharers == 1 else f", and {self.num_sharers} processes share the machine's memory"
+        return f"{_CPU_MARGIN:.0%} of the memory that is free now is left so{shared}"
 
 
 def _cgroup_limits(root: Path, own: Path) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,7 @@ import torch
 from ratoon.attention import resolve_impl
 from ratoon.config.recipe import Recipe
 from ratoon.data import DataReport
-from ratoon.loop.device_memory import DeviceMemory
+from ratoon.loop.device_memory import DeviceMemory, DeviceType
 from ratoon.loop.inputs import check_attention, check_rollout, load_inputs
 from ratoon.loop.memory_policy import choose_recompute, fitting_mode
 from ratoon.loop.mesh import MeshShape
@@ -23,7 +23,7 @@ from ratoon.models import ModelPreview, preview_model
 from ratoon.models.load import DTYPES
 from ratoon.models.outline import ModelOutline, outline_model
 from ratoon.planner import CostModel, GroupShape, StepPlan, plan_shapes
-from ratoon.planner.memory_sizes import RecomputeMode, eight_bit_bytes
+from ratoon.planner.memory_sizes import GIB, RecomputeMode, eight_bit_bytes
 from ratoon.trainer.checkpoint import FREE_BYTES_MARGIN
 from ratoon.trainer.model_folder import FOLDER_BYTES
 from ratoon.types.errors import UserError
@@ -68,7 +68,7 @@ class DryRun:
     data: DataReport
     model: ModelPreview
     outline: ModelOutline
-    device_type: str
+    device_type: DeviceType
     is_device_here: bool
     attention: tuple[AttentionForecast, ...]
     steps: tuple[StepForecast, ...]
@@ -84,7 +84,10 @@ class DryRun:
     """None where the number of weights is not known without the folder's own code."""
 
     device: DeviceMemory | None
-    """None where it is not here."""
+    """What one rank may count on. None where it is not here, and nobody has said what it has."""
+
+    is_device_given: bool
+    """`device` is what the caller said, and not this machine's."""
 
     checkpoint_bytes: int | None
     run: RunState
@@ -129,10 +132,19 @@ class DryRun:
         return tuple(_warnings(self))
 
 
-def dry_run(recipe: Recipe, *, recipe_dir: Path, num_ranks: int = 1) -> DryRun:
+def dry_run(
+    recipe: Recipe,
+    *,
+    recipe_dir: Path,
+    num_ranks: int = 1,
+    on_gpus: bool = False,
+    gpu_memory_gib: float | None = None,
+) -> DryRun:
     """Reads the recipe's data, tokenizer, reward functions and model configuration.
 
     recipe_dir: files the recipe names are relative to it. num_ranks: that share each step.
+    on_gpus: where the recipe leaves the device open, it is a GPU, here or not. gpu_memory_gib: of each, in place of
+    what one here has.
 
     Raises UserError as `ratoon train` does for whatever is wrong in them, but for a device or a run folder that
     cannot be used: those are part of the answer.
@@ -145,7 +157,9 @@ def dry_run(recipe: Recipe, *, recipe_dir: Path, num_ranks: int = 1) -> DryRun:
     with load_inputs(recipe, recipe_dir) as inputs:
         prompts = inputs.prompts
     longest = prompts.report.lengths.maximum + recipe.rollout.max_response_tokens
-    device_type, is_here = _device(recipe.trainer.device)
+    device_type, is_here = _device(recipe.trainer.device, on_gpus=on_gpus or gpu_memory_gib is not None)
+    if gpu_memory_gib is not None and device_type != "cuda":
+        raise UserError('--gpu-memory-gib is of GPUs, and trainer.device = "cpu"; leave one of them out')
     outline = outline_model(recipe.model, device_type=device_type, longest_sequence=longest)
     R = recipe.rollout.max_response_tokens
     prompt_lengths = [prompt.num_tokens for prompt in prompts.train]
@@ -171,17 +185,29 @@ def dry_run(recipe: Recipe, *, recipe_dir: Path, num_ranks: int = 1) -> DryRun:
             on_cuda=device_type == "cuda",
             num_ranks=num_ranks if cuts_model(recipe, num_ranks) else 1,
         ),
-        device=left_by_engine(DeviceMemory.here(torch.device(device_type)), recipe) if is_here else None,
+        device=_device_memory(recipe, device_type, is_here, num_ranks, gpu_memory_gib),
+        is_device_given=gpu_memory_gib is not None,
         checkpoint_bytes=_checkpoint_bytes(recipe, model),
         run=peek_run_folder(recipe, has_heldout=bool(prompts.heldout)),
     )
 
 
-def _device(name: str) -> tuple[str, bool]:
+def _device(name: str, *, on_gpus: bool) -> tuple[DeviceType, bool]:
+    """Which, and whether it is here."""
     has_cuda = torch.cuda.is_available()
-    if name == "auto":
-        name = "cuda" if has_cuda else "cpu"
-    return name, name != "cuda" or has_cuda
+    if name == "cuda" or (name == "auto" and (on_gpus or has_cuda)):
+        return "cuda", has_cuda
+    return "cpu", True
+
+
+def _device_memory(
+    recipe: Recipe, device_type: DeviceType, is_here: bool, num_ranks: int, gpu_memory_gib: float | None
+) -> DeviceMemory | None:
+    if gpu_memory_gib is not None:
+        return left_by_engine(DeviceMemory.of_total(device_type, int(gpu_memory_gib * GIB)), recipe)
+    if not is_here:
+        return None
+    return left_by_engine(DeviceMemory.here(torch.device(device_type)).shared_by(num_ranks), recipe)
 
 
 def _attention(recipe: Recipe, outline: ModelOutline, is_here: bool) -> Iterator[AttentionForecast]:
@@ -301,7 +327,7 @@ def _idle_expert_parameters(shape: ModelShape) -> int:
 def _warnings(found: DryRun) -> Iterator[str]:
     recipe = found.recipe
     if not found.is_device_here:
-        yield f'trainer.device = "{found.device_type}", but torch finds no CUDA device here: this machine cannot run it'
+        yield "planned for a GPU, and torch finds no CUDA device here: this machine cannot run it"
     if found.memory is not None and found.device is not None and recipe.model.recompute != "auto":
         choice = choose_recompute(recipe, found.memory, found.device)
         if choice.warning is not None:

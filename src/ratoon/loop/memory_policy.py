@@ -182,7 +182,9 @@ def most_rows(memory: RunMemory, device: DeviceMemory) -> int | None:
 
 
 def _name(device: DeviceMemory) -> str:
-    return "GPU" if device.device_type == "cuda" else "machine"
+    if device.device_type == "cuda":
+        return "GPU"
+    return "machine" if device.num_sharers == 1 else "process"
 
 
 def _gib(num_bytes: int) -> str:

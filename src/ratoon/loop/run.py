@@ -4,8 +4,10 @@ import asyncio
 import math
 import os
 import signal
+import socket
 import time
 import traceback
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -129,8 +131,7 @@ def _load_run(
 ) -> SynchronousRun:
     """The run with its model and engine, before its first step."""
     device = resolve_device(recipe.trainer.device)
-    devices = on_each(ranks, "memory of every rank", lambda: DeviceMemory.here(device))
-    fullest = left_by_engine(min(devices, key=lambda found: found.usable_bytes), recipe)
+    fullest = left_by_engine(_fullest_device(ranks, device), recipe)
     choice = on_main(ranks, "choice by memory", lambda: _choose_recompute(recipe, inputs, fullest, ranks))
     view.say(choice.sentence)
     if choice.warning is not None:
@@ -191,6 +192,13 @@ def _say_what_it_begins_with(view: RunView, folder: RunFolder, inputs: Inputs) -
         view.say(line)
     for warning in report.warnings:
         view.warn(warning)
+
+
+def _fullest_device(ranks: DataParallel, device: torch.device) -> DeviceMemory:
+    """That of the rank which has the least room. Ranks of one host share its memory evenly."""
+    found = on_each(ranks, "memory of every rank", lambda: (socket.gethostname(), DeviceMemory.here(device)))
+    num_on_host = Counter(host for host, _ in found)
+    return min((memory.shared_by(num_on_host[host]) for host, memory in found), key=lambda own: own.usable_bytes)
 
 
 def _choose_recompute(recipe: Recipe, inputs: Inputs, device: DeviceMemory, ranks: DataParallel) -> MemoryChoice:
