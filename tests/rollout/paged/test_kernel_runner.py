@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from tests.rollout.paged.moe import SIZES as MOE_SIZES
 from tests.rollout.tiny import EOS, VOCAB, tiny_qwen3
 from tests.sampling import sampled
 from transformers import (
@@ -14,6 +15,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen3ForCausalLM,
 )
@@ -21,8 +24,9 @@ from transformers import (
 from ratoon.models import attach
 from ratoon.rollout.draws import response_key
 from ratoon.rollout.engines.paged.block_attention import BLOCK_ATTENTION
+from ratoon.rollout.engines.paged.experts import why_not_recorded
 from ratoon.rollout.engines.paged.kernel_runner import KernelRunner
-from ratoon.rollout.engines.paged.runner import DecodeRows, Draws, PrefillPiece, Runner
+from ratoon.rollout.engines.paged.runner import DecodeRows, Draws, Prefilled, PrefillPiece, Runner
 from ratoon.rollout.engines.paged.step_graphs import padded_rows
 from ratoon.rollout.engines.paged.torch_runner import TorchRunner
 from ratoon.rollout.engines.shared_weights import twin_of
@@ -46,7 +50,7 @@ def tables() -> tuple[list[list[int]], list[list[int]]]:
     return prompts, [[next(numbers) for _ in range(OWN_BLOCKS)] for _ in range(sum(MEMBERS))]
 
 
-def prefill(runner: Runner) -> torch.Tensor:
+def prefilled(runner: Runner) -> Prefilled:
     prompts, _ = tables()
     rng = np.random.default_rng(1)
     runner.resize(64)
@@ -54,7 +58,11 @@ def prefill(runner: Runner) -> torch.Tensor:
         PrefillPiece(rng.integers(0, VOCAB, P), blocks, P, wants_logits=True)
         for P, blocks in zip(PROMPTS, prompts, strict=True)
     ]
-    return runner.prefill(pieces).logits_UV
+    return runner.prefill(pieces)
+
+
+def prefill(runner: Runner) -> torch.Tensor:
+    return prefilled(runner).logits_UV
 
 
 def first_rows(token_B: np.ndarray) -> DecodeRows:
@@ -182,3 +190,52 @@ def test_padded_sizes_are_few():
     sizes = [padded_rows(num_rows) for num_rows in range(1, 513)]
     assert all(size >= num_rows for num_rows, size in enumerate(sizes, 1))
     assert len(set(sizes)) == 21 and padded_rows(256) == 256 and padded_rows(33) == 64
+
+
+def tiny_mixture(dtype: torch.dtype) -> PreTrainedModel:
+    torch.manual_seed(5)
+    model = MixtralForCausalLM(MixtralConfig(**MOE_SIZES, num_local_experts=5, num_experts_per_tok=2))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.float32),
+        # Without graphs, and in them.
+        pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+def test_routes_are_those_of_plain_operations(device: str, dtype: torch.dtype):
+    """Of prefilled, drawn and decoded tokens, and of no padding.
+
+    In bfloat16 rounding chooses among experts that are as good as equal: few tokens may differ, while a row or a step
+    too far would change most.
+    """
+    model = twin(tiny_mixture(dtype), device)
+    if device == "cuda":
+        assert (why_not_recorded(model) is None) == (dtype == torch.bfloat16)
+    ours = KernelRunner(model, 8, BLOCK, steps_together=4, returns_routes=True)
+    plain = TorchRunner(model, BLOCK, returns_routes=True)
+    got, want = prefilled(ours).routes, prefilled(plain).routes
+    assert got is not None and want is not None
+    assert [tuple(routes_TLK.shape) for routes_TLK in got] == [(P, 2, 2) for P in PROMPTS]
+    is_same = [(a == b).cpu().numpy().ravel() for a, b in zip(got, want, strict=True)]
+    rows = first_rows(np.arange(sum(MEMBERS)))
+    for num_drawn in (1, 3)[
+        : 1 if device == "cpu" else 2
+    ]:  # the second time in the same buffers; interpreters are slow
+        draws = make_draws((0.0,), num_drawn)
+        mine, theirs = ours.draw(rows, draws, 2).routes_SBLK, plain.draw(rows, draws, 2).routes_SBLK
+        assert mine is not None and theirs is not None and mine.shape == (2, sum(MEMBERS), 2, 2)
+        # The second step reads what the first one drew, and rounding chooses there too.
+        num_alike = 2 if dtype == torch.float32 else 1
+        is_same.append((mine[:num_alike] == theirs[:num_alike]).ravel())
+        rows = dataclasses.replace(rows, token_B=rows.token_B + 7, num_own_keys_B=rows.num_own_keys_B + 1)
+    decoded = [runner.decode(rows).routes_BLK for runner in (ours, plain)]
+    assert decoded[0] is not None and decoded[1] is not None
+    is_same.append((decoded[0] == decoded[1]).cpu().numpy().ravel())
+    assert np.concatenate(is_same).mean() >= (1 if dtype == torch.float32 else 0.9)
