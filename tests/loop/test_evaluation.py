@@ -105,6 +105,34 @@ def test_standard_error_is_clustered_by_prompt():
     assert (high + low) / 2 == pytest.approx(found.reward_mean)
 
 
+def test_ten_of_ten_right_answers_leave_room_for_a_wrong_one():
+    """Wilson's interval by hand (z = 1.96): 10 of 10 are [0.7225, 1]; 9 of 10 are [0.596, 0.982], 1.126 if normal."""
+    for num_right, low, high in ((10, 0.7225, 1.0), (9, 0.5958, 0.9821), (0, 0.0, 0.2775)):
+        rewards = scored(*[[1.0]] * num_right, *[[0.0]] * (10 - num_right))
+        found = measure(rewards, group_size=1, pass_threshold=1, reward_bounds=(0, 1))
+        assert found.reward_interval == pytest.approx((low, high), abs=1e-4)
+    halves = measure(scored(*[[-0.5]] * 9, [0.0]), group_size=1, pass_threshold=1, reward_bounds=(-0.5, 0))
+    assert halves.reward_interval == pytest.approx((-0.9821 / 2, -0.5958 / 2), abs=1e-4)
+
+
+def test_an_interval_ends_at_the_bounds_that_are_known():
+    high_ones = scored([1.0], [0.9], [1.0], [0.5])
+    free = measure(high_ones, group_size=1, pass_threshold=1).reward_interval
+    assert free[1] > 1.0, "a reward function may give more"
+    bounded = measure(high_ones, group_size=1, pass_threshold=1, reward_bounds=(0, 1)).reward_interval
+    assert bounded == (free[0], 1.0)
+    beyond = measure(scored([1.2], [0.9]), group_size=1, pass_threshold=1, reward_bounds=(0, 1))
+    assert beyond.reward_interval[1] > 1.2, "what was seen counts, whatever was said"
+    assert all(map(math.isnan, measure(scored(), group_size=1, pass_threshold=1).reward_interval))
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=4), min_size=2, max_size=30))
+def test_an_interval_within_bounds_holds_the_mean(rewards: list[list[float]]):
+    found = measure(scored(*rewards), group_size=4, pass_threshold=1, reward_bounds=(0, 1))
+    low, high = found.reward_interval
+    assert 0 <= low <= found.reward_mean + 1e-9 and found.reward_mean - 1e-9 <= high <= 1
+
+
 def test_lost_responses_are_counted_and_break_nothing():
     """TRL#6714: one prompt without answers; of another, one answer's reward failed."""
     found = run_evaluation(ScriptedEngine(silent=["b"]), "a", "b", "c", drop=["c"], group_size=2, pass_threshold=2)

@@ -83,6 +83,17 @@ def test_components_have_names_keys_and_files():
     assert RewardConfig(function="exact-match").python_files == {}
 
 
+def test_bounds_are_those_of_weighted_sums_of_what_is_known():
+    overlong = {"function": "soft-overlong", "buffer_tokens": 3}
+    components = [{"function": "math-verify", "weight": 2.0}, {**overlong, "weight": 0.5}]
+    assert RewardConfig(function="exact-match").bounds == (0.0, 1.0)
+    assert RewardConfig.model_validate({"components": components}).bounds == (-0.5, 2.0)
+    against = {"components": [{"function": "format", "weight": -1.0}, {"function": "regex", "pattern": "a"}]}
+    assert RewardConfig.model_validate(against).bounds == (-1.0, 1.0)
+    with_a_function = {"components": [*components, {"function": "python:a.py:score"}]}
+    assert RewardConfig.model_validate(with_a_function).bounds is None
+
+
 def test_a_recipe_may_hold_components(tmp_path: Path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ratoon.config.evaluation import EvaluationConfig
 from ratoon.distributed import DataParallel
@@ -70,11 +71,8 @@ class Evaluation:
     pass_rates: tuple[PassRate, ...]
     """For k = 1, 2, 4, ... and the group size; without those k that no prompt has answers for."""
 
-    @property
-    def reward_interval(self) -> tuple[float, float]:
-        """95 % confidence interval of the mean, normal: 1.96 standard errors to either side."""
-        half = _Z * self.reward_standard_error
-        return self.reward_mean - half, self.reward_mean + half
+    reward_interval: tuple[float, float]
+    """95 % confidence interval of the mean (`reward_interval`)."""
 
     def metrics(self) -> dict[str, MetricValue]:
         """One flat row for metrics.jsonl: pass rates as `pass_at_K`, `pass_at_K_low` and `pass_at_K_high`."""
@@ -137,12 +135,13 @@ async def evaluate(
     config: EvaluationConfig,
     training: SamplingParams,
     score: ScoreFn,
+    reward_bounds: tuple[float, float] | None = None,
     ranks: DataParallel | None = None,
 ) -> Evaluation | None:
     """Answers, scores and measures `prompts`; None where there are none.
 
     training: how the run itself samples, for what `config` leaves open; its seed fixes the draws.
-    ranks: as for `answer`.
+    reward_bounds: as for `measure`. ranks: as for `answer`.
     """
     if not prompts:
         return None
@@ -154,11 +153,18 @@ async def evaluate(
         score=score,
         ranks=ranks,
     )
-    return measure(answers, group_size=config.group_size, pass_threshold=config.pass_threshold)
+    return measure(
+        answers, group_size=config.group_size, pass_threshold=config.pass_threshold, reward_bounds=reward_bounds
+    )
 
 
-def measure(answers: Answers, *, group_size: int, pass_threshold: float) -> Evaluation:
-    """The figures of one evaluation, whatever of it was lost."""
+def measure(
+    answers: Answers, *, group_size: int, pass_threshold: float, reward_bounds: tuple[float, float] | None = None
+) -> Evaluation:
+    """The figures of one evaluation, whatever of it was lost.
+
+    reward_bounds: the least and the greatest reward that there can be; None where that is not known.
+    """
     responses = [response for group in answers.generated for response in group.responses]
     rewards = [group.rewards_N for group in answers.scored if group.rewards_N is not None]
     assert len(rewards) == len(answers.scored), "a scored group has rewards"
@@ -166,9 +172,11 @@ def measure(answers: Answers, *, group_size: int, pass_threshold: float) -> Eval
     num_scored = sum(rewards_N.size for rewards_N in rewards)
     num_passed = [(int((rewards_N >= pass_threshold - _ROUNDING).sum()), rewards_N.size) for rewards_N in rewards]
     rates = (_pass_rate(num_passed, k) for k in _ks(group_size))
+    error = float(means_Q.std(ddof=1) / math.sqrt(means_Q.size)) if means_Q.size > 1 else math.nan
     return Evaluation(
         reward_mean=float(means_Q.mean()) if means_Q.size else math.nan,
-        reward_standard_error=float(means_Q.std(ddof=1) / math.sqrt(means_Q.size)) if means_Q.size > 1 else math.nan,
+        reward_standard_error=error,
+        reward_interval=reward_interval(rewards, error, bounds=reward_bounds),
         num_prompts=means_Q.size,
         num_responses=num_scored,
         num_lost_responses=answers.num_responses_asked - num_scored,
@@ -176,6 +184,31 @@ def measure(answers: Answers, *, group_size: int, pass_threshold: float) -> Eval
         response_tokens_mean=float(np.mean([response.num_tokens for response in responses])) if responses else 0.0,
         pass_rates=tuple(rate for rate in rates if rate is not None),
     )
+
+
+def reward_interval(
+    rewards: Sequence[NDArray[np.float64]], standard_error: float, *, bounds: tuple[float, float] | None
+) -> tuple[float, float]:
+    """95 % confidence interval of the mean over prompts.
+
+    rewards: of each prompt, [its answers]. standard_error: of the mean, clustered by prompt. Normal, 1.96 standard
+    errors to either side, and never beyond `bounds`; Wilson's (`pass_interval`) where every reward is one of the two,
+    so that ten of ten right answers leave room for a wrong one. Rewards outside of `bounds` show that they are none.
+    """
+    if not rewards:
+        return math.nan, math.nan
+    means_Q = np.asarray([rewards_N.mean() for rewards_N in rewards])
+    all_rewards = np.concatenate(rewards)
+    mean, half = float(means_Q.mean()), _Z * standard_error
+    if bounds is None or all_rewards.min() < bounds[0] or all_rewards.max() > bounds[1]:
+        return mean - half, mean + half
+    least, greatest = bounds
+    if least < greatest and np.isin(all_rewards, bounds).all():
+        most = max(rewards_N.size for rewards_N in rewards)
+        rates_Q = ((means_Q - least) / (greatest - least)).clip(0, 1)
+        low, high = pass_interval(rates_Q.tolist(), max_draws_per_prompt=most)
+        return least + (greatest - least) * low, least + (greatest - least) * high
+    return max(mean - half, least), min(mean + half, greatest)
 
 
 def pass_at_k(num_passed: int, num_answers: int, k: int) -> float:

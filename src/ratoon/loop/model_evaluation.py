@@ -69,7 +69,13 @@ def evaluate_model(
         engine = build_engine(recipe.rollout, model, tokenizer, device)
         answers = _unwrapped(lambda: asyncio.run(_answer(engine, prompts, recipe, rewards, warn)))
     config = recipe.evaluation
-    return measure(answers, group_size=config.group_size, pass_threshold=config.pass_threshold), answers.scored
+    found = measure(
+        answers,
+        group_size=config.group_size,
+        pass_threshold=config.pass_threshold,
+        reward_bounds=recipe.reward.bounds,
+    )
+    return found, answers.scored
 
 
 def _tokenizer(recipe: Recipe, checkpoint: Path | None) -> PreTrainedTokenizerBase:

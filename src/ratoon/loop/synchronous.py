@@ -279,6 +279,7 @@ class SynchronousRun:
                 config=self.recipe.evaluation,
                 training=self.recipe.rollout.sampling_params(self.recipe.run.seed),
                 score=self._score_heldout,
+                reward_bounds=self.recipe.reward.bounds,
                 ranks=self.data_parallel,
             )
         if found is not None:

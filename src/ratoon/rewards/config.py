@@ -148,6 +148,18 @@ class RewardConfig(ComponentOptions):
         )
 
     @property
+    def bounds(self) -> tuple[float, float] | None:
+        """The least and the greatest reward that there can be; None with a Python function, which may give any.
+        A response that is not scored, or cut off, has 0, which lies between them."""
+        ends: list[tuple[float, float]] = []
+        for component in self.all_components:
+            if component.function not in KINDS:
+                return None
+            least, greatest = (-1.0, 0.0) if component.function == SOFT_OVERLONG else (0.0, 1.0)
+            ends.append((component.weight * least, component.weight * greatest))
+        return sum(min(pair) for pair in ends), sum(max(pair) for pair in ends)
+
+    @property
     def python_files(self) -> dict[str, str]:
         """By the recipe's key, the Python file it names, relative to the recipe."""
         targets = {spec.key: python_target(spec.function) for spec in self.specs}
