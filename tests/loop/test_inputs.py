@@ -12,6 +12,7 @@ SERVER = "--rollout.engine=vllm-server"
     ("overrides", "complaint"),
     [
         ((SERVER,), "needs [rollout.server] with url"),
+        (("--rollout.engine=paged", "--rollout.return_routed_experts=true"), "the model is dense: it has none"),
         (("--rollout.engine=vllm", "--rollout.cache_tokens=64"), "vllm"),  # missing, or another measure of its cache
         ((SERVER, "--rollout.server.command=['/no/such/python']"), "'/no/such/python', which is no program"),
         ((SERVER, "--rollout.server.url=http://[::1]:9", "--evaluation.top_p=0.5"), "does not say which tokens top_p"),

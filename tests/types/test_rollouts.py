@@ -211,6 +211,14 @@ def test_rewards_are_copies_and_read_only():
         two.rewards_N[0] = 5.0
 
 
+@pytest.mark.parametrize("num_tokens", [2, 4, 6])
+def test_routes_are_of_prompt_and_response(num_tokens: int):
+    """verl#6046, verl#6089: doubled where a partial rollout went on; of more tokens than a response that was cut."""
+    response = Response(np.asarray([7, 8]), routed_experts=np.zeros((num_tokens, 1, 2), np.int16))
+    with pytest.raises(ValueError, match=rf"response 0 has routed_experts of {num_tokens} tokens, and there are 5"):
+        RolloutGroup(Prompt("p", np.asarray([1, 2, 3])), (response,))
+
+
 def test_score_zero_is_a_score():
     """Covers OpenRLHF#1219 (score 0.0 treated as missing)."""
     two = group(1, 1, rewards_N=[0.0, 0.0])

@@ -176,7 +176,9 @@ class Response:
     """Of R tokens, where sampling left some out; None: each was drawn among the whole vocabulary."""
 
     routed_experts: NDArray[np.int16] | None = None
-    """[P + R, L, K] int16. Experts chosen in rollout; -1 where unknown."""
+    """[P + R, L, K] int16, L all layers of the model: the experts that each token was routed to in the pass that drew
+    what follows it. -1 where there are none: in layers without experts, and for the last token, behind which nothing
+    was drawn. New weights that compute its keys again change nothing here."""
 
     def __post_init__(self) -> None:
         tokens = token_array(self.token_ids, "response")
@@ -258,6 +260,12 @@ class RolloutGroup:
                 raise ValueError(
                     f"prompt {self.prompt.id!r}: responses must hold Response objects, "
                     f"got {type(response).__name__} at {index}"
+                )
+            experts, num_tokens = response.routed_experts, self.prompt.num_tokens + response.num_tokens
+            if experts is not None and experts.shape[0] != num_tokens:
+                raise ValueError(
+                    f"prompt {self.prompt.id!r}: response {index} has routed_experts of {experts.shape[0]} tokens, and "
+                    f"there are {num_tokens} with the prompt's; -1 stands for the last token's"
                 )
         for name in ("rewards_N", "advantages_N"):
             values = getattr(self, name)

@@ -255,26 +255,19 @@ def test_without_the_key_there_are_none():
     assert all(response.routed_experts is None for response in group.responses)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda routes: None, "has no routed_experts, which rollout.return_routed_experts asks for"),
-        (lambda routes: routes[1:], r"has routed_experts of \d+ tokens, and there are \d+ with the prompt's"),
-    ],
-)
-def test_a_begun_group_without_its_routes_is_refused(change: Callable[[Any], Any], message: str):
+def test_a_begun_group_without_its_routes_is_refused():
     engine = small_blocks(mixtral())
-    sampling = SAMPLINGS[0]
 
     async def generate(begun: RolloutGroup | None) -> RolloutGroup:
-        return await engine.generate(PROMPTS[3], group_size=1, sampling=sampling, step=0, begun=begun, max_new_tokens=3)
+        return await engine.generate(
+            PROMPTS[3], group_size=1, sampling=SAMPLINGS[0], step=0, begun=begun, max_new_tokens=3
+        )
 
     try:
         group = asyncio.run(generate(None))
-        (response,) = group.responses
-        changed = replace(group, responses=(replace(response, routed_experts=change(response.routed_experts)),))
-        with pytest.raises(ValueError, match=message):
-            asyncio.run(generate(changed))
+        bare = replace(group, responses=(replace(group.responses[0], routed_experts=None),))
+        with pytest.raises(ValueError, match="response 0 has no routed_experts, which"):
+            asyncio.run(generate(bare))
     finally:
         asyncio.run(engine.close())
 
