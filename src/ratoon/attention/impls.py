@@ -163,7 +163,7 @@ def _choice(forward: ImplSpec, backward: ImplSpec, why: str, refusals: dict[str,
 
 def _specs_named(impl: str, device_type: str) -> list[ImplSpec]:
     """The providers of an implementation on the device (for `auto`, of all); all providers where none fits."""
-    named = [spec for spec in SPECS if impl in (spec.impl, spec.name, "auto")]
+    named = [spec for spec in SPECS if (spec.is_for_auto if impl == "auto" else impl in (spec.impl, spec.name))]
     return [spec for spec in named if (types := device_types_of(spec)) is None or device_type in types] or named
 
 

@@ -68,6 +68,9 @@ class ImplSpec:
     architectures: frozenset[str] | None = None
     """Of `choice_table.ARCHITECTURES`, those whose GPUs it runs on; None: any that its device types have."""
 
+    is_for_auto: bool = True
+    """Whether `auto` may take it where its table says nothing."""
+
     has_own_autograd: bool = False
     """Its backward pass cannot be paired with another forward pass, nor the other way round."""
 
@@ -122,6 +125,18 @@ SPECS = (
         dtypes=_TO_FP32,
         forward=Kernel(features=OF_FORWARD, max_head_dim=512),
         backward=Kernel(features=OF_BACKWARD, max_head_dim=512),
+    ),
+    ImplSpec(
+        name="invariant",
+        impl="invariant",
+        provider="tiles",
+        home="ratoon.attention.invariant.attention",
+        device_types=frozenset({"cuda"}),
+        dtypes=_TO_FP32,
+        forward=Kernel(features=OF_FORWARD, max_head_dim=256),
+        # That of `triton`.
+        backward=Kernel(features=OF_BACKWARD, max_head_dim=256),
+        is_for_auto=False,  # slower than the others: it spends time on a fixed order of sums
     ),
     ImplSpec(
         name="triton-adding",
@@ -208,7 +223,7 @@ def why_not_here(name: str) -> str | None:
     match spec.impl:
         case "flash":
             return flash_providers.why_not_here(spec.provider)
-        case "triton":
+        case "triton" | "invariant":
             if name == "triton-adding":
                 return _why_no_triton() or _why_not_hopper()
             return None if _triton_is_interpreted() else _why_no_triton()
@@ -247,4 +262,5 @@ def _triton_is_interpreted() -> bool:
 
 
 def device_types_of(spec: ImplSpec) -> frozenset[str] | None:
-    return frozenset({"cpu"}) if spec.name == "triton" and _triton_is_interpreted() else spec.device_types
+    can_be_interpreted = spec.name in ("triton", "invariant")
+    return frozenset({"cpu"}) if can_be_interpreted and _triton_is_interpreted() else spec.device_types

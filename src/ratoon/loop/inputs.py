@@ -23,8 +23,10 @@ from ratoon.models import (
     preview_model,
 )
 from ratoon.models.config import AttentionImpl
+from ratoon.models.invariant import check_machine
 from ratoon.rewards import RewardPool
 from ratoon.rollout import check_engine, check_model
+from ratoon.rollout.model_checks import check_batch_invariant
 from ratoon.types.errors import UserError
 from ratoon.types.rollouts import Prompt, RolloutGroup
 
@@ -149,6 +151,14 @@ def check_rollout(recipe: Recipe, *, is_evaluated: bool) -> None:
 
     is_evaluated: it also draws the answers of evaluations.
     """
+    if recipe.model.batch_invariant:
+        check_machine(resolve_device(recipe.trainer.device))
+        check_batch_invariant(recipe.rollout)
+        if recipe.trainer.sequence_parallel > 1:
+            raise UserError(
+                f"trainer.sequence_parallel = {recipe.trainer.sequence_parallel} does not go with "
+                "model.batch_invariant, which attends for all of a layout's rows on one rank; leave one of them out"
+            )
     training = recipe.rollout.sampling_params(recipe.run.seed)
     check_engine(recipe.rollout, *([recipe.evaluation.sampling_params(training)] if is_evaluated else []))
 

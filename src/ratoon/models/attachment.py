@@ -4,7 +4,10 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ratoon.models import invariant
 from ratoon.models.interface import IMPLEMENTATION, Attachment, check_inputs, is_attached
+from ratoon.models.invariance_check import check_invariance
+from ratoon.models.invariant import make_invariant
 from ratoon.models.refusals import refuse_config, refuse_model
 from ratoon.models.rope import has_fixed_rope
 from ratoon.models.self_check import check_against_stock
@@ -12,10 +15,13 @@ from ratoon.models.settings import setting
 from ratoon.types import UserError
 
 
-def attach(model: PreTrainedModel, impl: str = "auto") -> PreTrainedModel:
+def attach(model: PreTrainedModel, impl: str = "auto", *, batch_invariant: bool = False) -> PreTrainedModel:
     """Makes `model` run packed layouts, in place, and returns it. Attaching again changes the implementation.
 
     impl: as for `forest_attention`.
+    batch_invariant: a token's log-prob is the same bits whatever else is in its layout, and as the paged engine draws
+    it (`models.invariant`). A model once made so stays so, with the one implementation that is. Set it before
+    recomputation.
 
     Afterwards the model runs with the `forest` keyword only; `stock_attention` gives it transformers' own
     attention back for a while. What cannot work is refused by name (UserError), and so is a model that does not
@@ -27,7 +33,11 @@ def attach(model: PreTrainedModel, impl: str = "auto") -> PreTrainedModel:
         raise UserError(f"this {type(model).__name__} has no weights yet (meta device); attach it once they are loaded")
     refuse_config(model.config, rope_is_fixed=has_fixed_rope(model))
     refuse_model(model)
-    before = vars(model).get("_ratoon_attachment")
+    before: Attachment | None = vars(model).get("_ratoon_attachment")
+    batch_invariant = batch_invariant or (before is not None and before.batch_invariant)
+    if batch_invariant:
+        impl = _invariant_impl(impl)
+        make_invariant(model)
     previous_implementation = model.config._attn_implementation
     assert previous_implementation is not None, "transformers gives every model an attention implementation"
     hook = None
@@ -38,11 +48,14 @@ def attach(model: PreTrainedModel, impl: str = "auto") -> PreTrainedModel:
         calls=(),
         logit_scale=_logit_scale(model.config),
         logit_softcap=setting(model.config, "final_logit_softcapping"),
+        batch_invariant=batch_invariant,
     )
     vars(model)["_ratoon_attachment"] = attachment
     try:
         model.set_attn_implementation(IMPLEMENTATION)
         calls = check_against_stock(model)
+        if batch_invariant:
+            check_invariance(model)
     except BaseException:
         model.set_attn_implementation(previous_implementation)
         if hook is not None:
@@ -55,6 +68,15 @@ def attach(model: PreTrainedModel, impl: str = "auto") -> PreTrainedModel:
     sequence_group = None if before is None else before.sequence_group
     vars(model)["_ratoon_attachment"] = replace(attachment, calls=calls, sequence_group=sequence_group)
     return model
+
+
+def _invariant_impl(impl: str) -> str:
+    if impl not in ("auto", invariant.IMPL):
+        raise UserError(
+            f"model.batch_invariant has an attention of its own, and model.attention asks for {impl!r}; leave "
+            f'model.attention out, or set it to "{invariant.IMPL}"'
+        )
+    return invariant.IMPL
 
 
 def _logit_scale(config: PreTrainedConfig) -> float:

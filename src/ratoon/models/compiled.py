@@ -5,7 +5,7 @@ from typing import get_args
 from transformers import PreTrainedModel
 
 from ratoon.models.config import Compile
-from ratoon.models.interface import attachment_of
+from ratoon.models.interface import attachment_of, is_batch_invariant
 from ratoon.models.layers import marked_layers
 from ratoon.types import UserError
 
@@ -42,6 +42,11 @@ def set_compile(model: PreTrainedModel, mode: Compile, *, backend: str = "induct
     if mode == "layers" and not layers:
         raise UserError(
             f"{type(model).__name__} does not mark its layers, which are what is compiled; use compile = 'none' with it"
+        )
+    if mode == "layers" and is_batch_invariant(model):
+        raise UserError(
+            "a batch-invariant model is not compiled: what the compiler fuses it sums in orders of its own; use "
+            "compile = 'none' with it"
         )
     if mode == "layers":
         return compile_layers(model, backend=backend)

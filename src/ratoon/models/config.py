@@ -9,7 +9,7 @@ PRINTABLE_ASCII = "".join(sorted(string.digits + string.ascii_letters + string.p
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 AttentionImpl = Literal[
-    "auto", "reference", "flash", "flex", "triton",
+    "auto", "reference", "flash", "flex", "triton", "invariant",
     "triton-adding", "flash-fa4", "flash-fa3", "flash-fa2", "flash-cpu", "flex-triton", "flex-fa4",
 ]  # fmt: skip
 Quantization = Literal["nf4"]
@@ -146,6 +146,11 @@ class ModelConfig(BaseModel):
     H200. `auto` does so on GPUs, experts excepted. Needs a C++ compiler on a CPU. The first steps take up to a minute
     longer."""
 
+    batch_invariant: bool = False
+    """Make every token's log-prob the same bits in rollout and in training, whatever else is in the batch, by kernels
+    that take fixed sizes and orders on both sides. Slower. On the rollout engine `paged`, for dense models on a GPU;
+    nothing is compiled."""
+
     rope_positions: int | None = Field(default=None, ge=1)
     """For rotary scalings chosen by length (dynamic, longrope): the run's longest sequence, which fixes them."""
 
@@ -167,8 +172,23 @@ class ModelConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _can_be_invariant(self) -> Self:
+        if not self.batch_invariant:
+            return self
+        allowed = {"quantization": (None,), "compile": ("auto", "none"), "attention": ("auto", "invariant")}
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ValueError(
+                    f"batch_invariant does not go with {name} = {getattr(self, name)!r}, whose arithmetic is not its "
+                    f"own; remove {name}, or batch_invariant"
+                )
+        return self
+
     def compile_on(self, device_type: str, *, num_experts: int) -> Compile:
         """What `compile` comes to there, for a model with so many experts a layer (0: dense)."""
         if self.compile != "auto":
             return self.compile
+        if self.batch_invariant:
+            return "none"
         return "layers" if device_type == "cuda" and num_experts == 0 else "none"

@@ -14,7 +14,9 @@ from ratoon.layout import PackedLayout
 from ratoon.models.forest import Forest
 from ratoon.models.graph_attention import held
 from ratoon.models.interface import attachment_of, head_of
+from ratoon.models.invariant import invariant_logprobs, with_value_of
 from ratoon.models.kept_prompt import KeptPrompt
+from ratoon.models.logits import float32_logits
 from ratoon.models.sequence_parallel import ScoredShare
 from ratoon.ops import linear_logprob, support_logprob
 from ratoon.types.rollouts import SampledSupport
@@ -33,6 +35,9 @@ def forward_logprobs(
     temperature: divides the logits, after the model's own logit scale and cap, as in sampling.
     support: of M tokens; log-prob and entropy are then those of the distribution over each token's kept tokens, which
     is what truncated sampling drew from. The sets stay as they were in rollout while the model moves.
+
+    Of a batch-invariant model the log-probs without a support are the bits that the paged engine draws with; entropy
+    and gradients are as ever.
 
     kept: the layout's prompt, computed before; only the rows behind it run. The layout is one group.
 
@@ -102,6 +107,13 @@ def score_forest(
         logit_scale=attachment.logit_scale,
         logit_softcap=attachment.logit_softcap,
     )
+    if attachment.batch_invariant and support is None:
+        vocab_size = head.weight.shape[0]
+        value_M = invariant_logprobs(
+            partial(float32_logits, model), hidden_MC.detach(), to_device(target_M, hidden_TC.device), temperature,
+            vocab_size,
+        )  # fmt: skip
+        logprobs_M = with_value_of(logprobs_M, value_M)
     return (logprobs_M, entropy_M) if share is None else share.gather(logprobs_M, entropy_M)
 
 

@@ -61,12 +61,20 @@ class Attachment:
     logit_softcap: float | None
     """Caps the head's output (Gemma 2)."""
 
+    batch_invariant: bool = False
+    """Whether a row's result is the same bits whatever else is in its pass (`models.invariant`)."""
+
     sequence_group: SequenceGroup | None = None
     """The ranks that hold each layout together (`set_sequence_parallel`); None: each rank has its own."""
 
 
 def is_attached(model: nn.Module) -> bool:
     return "_ratoon_attachment" in vars(model)
+
+
+def is_batch_invariant(model: nn.Module) -> bool:
+    """Whether `attach` has made it so."""
+    return is_attached(model) and vars(model)["_ratoon_attachment"].batch_invariant
 
 
 def attachment_of(model: PreTrainedModel) -> Attachment:

@@ -53,6 +53,7 @@ def load_policy(
     dtype: Dtype = "float32",
     device: torch.device | str = "cpu",
     impl: str = "auto",
+    batch_invariant: bool = False,
     recompute: Recompute = "none",
     compile: Compile = "none",
     gguf_file: str | None = None,
@@ -63,6 +64,7 @@ def load_policy(
     """A trainable decoder from a folder, attached and ready for packed layouts.
 
     path, gguf_file: as `resolve_model_path`; GGUF weights are dequantised to `dtype`.
+    impl, batch_invariant: as `attach` has them.
     rope_positions: the longest sequence, for models whose rotary scaling follows the batch (`fix_rope`).
     quantization: round the linear layers' weights (`quantise`), which then are frozen.
     trust_remote_code: run Python code from the folder.
@@ -82,7 +84,7 @@ def load_policy(
     move(model, torch.device(device))
     if rope_positions is not None:
         fix_rope(model, rope_positions)
-    return set_compile(set_recompute(attach(model, impl), recompute), compile)
+    return set_compile(set_recompute(attach(model, impl, batch_invariant=batch_invariant), recompute), compile)
 
 
 def load_model_folder(

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ratoon.models.interface import attachment_of, head_of
+from ratoon.models.invariant import invariant_logits
 
 
 def float32_logits(model: PreTrainedModel, hidden_RC: Tensor) -> Tensor:
@@ -19,7 +20,9 @@ def float32_logits(model: PreTrainedModel, hidden_RC: Tensor) -> Tensor:
     if hidden_RC.shape[0] == 0:
         dtype = torch.promote_types(hidden_RC.dtype, torch.float32)
         return hidden_RC.new_empty(0, head.weight.shape[0], dtype=dtype)
-    if hidden_RC.is_cuda and hidden_RC.dtype in (torch.bfloat16, torch.float16):
+    if attachment.batch_invariant:
+        logits_RV = invariant_logits(hidden_RC, head)
+    elif hidden_RC.is_cuda and hidden_RC.dtype in (torch.bfloat16, torch.float16):
         logits_RV = torch.mm(hidden_RC, head.weight.t(), out_dtype=torch.float32)
         if head.bias is not None:
             logits_RV += head.bias

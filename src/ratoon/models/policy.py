@@ -11,6 +11,7 @@ from ratoon.models.base_model import FrozenBase, base_of, fingerprint_of, rememb
 from ratoon.models.compiled import can_compile, set_compile
 from ratoon.models.config import Compile, FreshModelConfig, ModelConfig, Recompute
 from ratoon.models.fresh import build_fresh
+from ratoon.models.invariant import make_invariant
 from ratoon.models.load import DTYPES, cast_weights, load_model_folder, load_policy, move
 from ratoon.models.quantised import quantise, round_weights
 from ratoon.models.recompute import set_recompute
@@ -38,7 +39,8 @@ def build_policy(
         if config.quantization is not None:
             quantise(model, torch.device(device))
         move(model, torch.device(device))
-        set_recompute(attach(model, config.attention), _recompute(config))
+        attach(model, config.attention, batch_invariant=config.batch_invariant)
+        set_recompute(model, _recompute(config))
     else:
         assert config.path is not None, "a model config has a path or is fresh"
         model = _load(config, config.path, gguf_file=config.gguf_file, device=device)
@@ -51,6 +53,8 @@ def build_policy(
             model, "model.fresh" if config.path is None else f"model.path {config.path!r}"
         )
     add_adapters(model, config.lora, seed=seed)
+    if config.batch_invariant:
+        make_invariant(model)
     remember_base(model, base)
     return model if checkpoint is None else load_adapters(model, checkpoint)
 
@@ -109,6 +113,7 @@ def _load(config: ModelConfig, path: str, *, gguf_file: str | None, device: torc
         dtype=config.dtype,
         device=device,
         impl=config.attention,
+        batch_invariant=config.batch_invariant,
         recompute=_recompute(config),
         gguf_file=gguf_file,
         rope_positions=config.rope_positions,

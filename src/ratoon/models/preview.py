@@ -11,6 +11,7 @@ from transformers.initialization import no_init_weights
 from ratoon.models.adapters import check_peft, num_adapter_parameters
 from ratoon.models.config import ModelConfig
 from ratoon.models.fresh import fresh_config
+from ratoon.models.invariant import check_can_be_invariant
 from ratoon.models.load import load_config
 from ratoon.models.model_files import refusing, resolve_model_path
 from ratoon.models.quantised import check_four_bit, quantisable
@@ -47,6 +48,8 @@ def preview_model(config: ModelConfig) -> ModelPreview:
         check_four_bit()
     model_config, is_known = _configuration(config)
     shape = model_shape(model_config)
+    if config.batch_invariant:
+        check_can_be_invariant(shape.num_experts)
     if not is_known:  # code from the folder need not run without memory
         return ModelPreview(shape=shape, num_parameters=None, num_trained=None)
     model = _without_weights(config, model_config)

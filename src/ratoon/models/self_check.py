@@ -34,7 +34,7 @@ def check_against_stock(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
     name = type(model).__name__
     vocab_size = model_shape(model.config).vocab_size
     groups = _groups(vocab_size, last_seed=0)
-    with _evaluation(model):
+    with evaluation(model):
         calls: list[AttentionCall] = []
         logprobs_M = _score(model, groups, calls)
         _check_calls(model, calls)
@@ -134,7 +134,7 @@ def _check_calls(model: PreTrainedModel, calls: list[AttentionCall]) -> None:
 
 
 @contextmanager
-def _evaluation(model: PreTrainedModel) -> Iterator[None]:
+def evaluation(model: PreTrainedModel) -> Iterator[None]:
     """Evaluation mode inside; on the way out every module's own training flag."""
     flags = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -14,7 +14,7 @@ from ratoon.attention.transfer import to_device
 from ratoon.distributed import SequenceGroup
 from ratoon.distributed.ulysses import exchange_rows, gather_shares, share_of
 from ratoon.layout import PackedLayout
-from ratoon.models.interface import attachment_of
+from ratoon.models.interface import attachment_of, is_batch_invariant
 from ratoon.models.shape import model_shape
 from ratoon.types import ModelShape, UserError
 from ratoon.types.rollouts import SampledSupport
@@ -46,6 +46,11 @@ def set_sequence_parallel(model: PreTrainedModel, group: SequenceGroup | None) -
     if group is not None:
         check_sequence_parallel(model_shape(model.config), group.size)
     is_shared = group is not None and group.size > 1
+    if is_shared and is_batch_invariant(model):
+        raise UserError(
+            "a batch-invariant model attends for all of a layout's rows on one rank; set trainer.sequence_parallel to "
+            "1, or model.batch_invariant to false"
+        )
     attachment = replace(attachment_of(model), sequence_group=group if is_shared else None)
     vars(model)["_ratoon_attachment"] = attachment
     return model

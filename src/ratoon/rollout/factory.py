@@ -6,9 +6,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ratoon.models.interface import is_batch_invariant
 from ratoon.rollout.config import RolloutConfig
 from ratoon.rollout.engine import RolloutEngine
 from ratoon.rollout.errors import TESTED_TRANSFORMERS, RolloutError
+from ratoon.rollout.model_checks import check_batch_invariant
 from ratoon.types import SamplingParams, UserError
 
 
@@ -50,6 +52,8 @@ def build_engine(
     device: checked against the model's where it is given. run_dir: takes the log of a server that the engine starts.
     """
     check_engine(config)
+    if is_batch_invariant(model):
+        check_batch_invariant(config)
     if config.engine == "paged":
         from ratoon.rollout.engines.paged.engine import PagedEngine
         from ratoon.rollout.engines.shared_weights import check_device

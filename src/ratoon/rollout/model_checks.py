@@ -10,6 +10,21 @@ def check_model(config: RolloutConfig, shape: ModelShape) -> None:
         check_has_experts(shape)
 
 
+def check_batch_invariant(config: RolloutConfig) -> None:
+    """Raise UserError where the log-probs of a batch-invariant model (`model.batch_invariant`) would not be its own."""
+    if config.engine != "paged":
+        raise UserError(
+            f'model.batch_invariant needs rollout.engine = "paged", which runs the trainer\'s own kernels, and it is '
+            f'"{config.engine}"; set rollout.engine to "paged", or model.batch_invariant to false'
+        )
+    for name, whole in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if getattr(config, name) != whole:
+            raise UserError(
+                f"model.batch_invariant is for draws from the whole vocabulary, and rollout.{name} = "
+                f"{getattr(config, name)} cuts it; leave rollout.{name} out, or set model.batch_invariant to false"
+            )
+
+
 def check_has_experts(shape: ModelShape) -> None:
     """Raise UserError for a dense model."""
     if not shape.num_experts:

@@ -34,7 +34,7 @@ class DeviceReads:
         self.block_tokens = block_tokens
         self.split_keys = split_keys
         is_cuda = device.type == "cuda"
-        lengths = (1, 1, room.prompts, room.rows, room.rows, room.rows, room.rows)
+        lengths = (1, 1, room.prompts, room.rows, room.rows, room.rows, room.rows, room.rows)
         sizes = (*lengths, room.shared_items * len(ITEM_FIELDS), room.own_items * len(ITEM_FIELDS), room.blocks)
         # One copy for all. The host's half is page-locked, so that it does not wait for what is queued.
         self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=is_cuda)
@@ -46,6 +46,7 @@ class DeviceReads:
             self.prompt_lengths,
             self.own_lengths,
             self.own_table,
+            self.prompt_table,
             self.first_position,
             self.num_slots_of,
             self.shared,
@@ -74,6 +75,7 @@ class DeviceReads:
             reads.prompt_tokens_U,
             reads.own_tokens_B,
             reads.own_table_B,
+            reads.prompt_table_B,
             reads.first_position_B,
             reads.num_slots_B,
             reads.shared_I.ravel(),

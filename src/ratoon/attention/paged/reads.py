@@ -64,6 +64,9 @@ class PagedReads:
     own_table_B: NDArray[np.int32]
     """[B] where a response's own blocks begin in `blocks`."""
 
+    prompt_table_B: NDArray[np.int32]
+    """[B] where its prompt's blocks begin."""
+
     first_position_B: NDArray[np.int32]
     """[B] the position of each response's first own token."""
 
@@ -119,6 +122,7 @@ def build_reads(
         prompt_tokens_U=prompt_tokens_U,
         own_tokens_B=own_tokens_B,
         own_table_B=own_table_B.astype(np.int32),
+        prompt_table_B=(prompt_of_B * prompt_width).astype(np.int32),
         first_position_B=prompt_tokens_U[prompt_of_B],
         num_slots_B=(splits_U[prompt_of_B] + splits_B).astype(np.int32),
     )

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ratoon.ops.sampling.kernels import draw_kernel, tile_sums_kernel
 
-_TILE = 2048
+VOCABULARY_TILE = 2048
+"""Tokens whose weights one program adds up."""
 
 
 def draw_tokens(logits_BV: Tensor, temperature_B: Tensor, key_B: Tensor, position_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,7 +21,7 @@ def draw_tokens(logits_BV: Tensor, temperature_B: Tensor, key_B: Tensor, positio
     key_B, position_B: [B] int64; the response's key (its bits) and how many tokens it has.
     """
     B, V = logits_BV.shape
-    num_tiles = -(-V // _TILE)
+    num_tiles = -(-V // VOCABULARY_TILE)
     highest = logits_BV.new_empty(B, num_tiles, dtype=torch.float32)
     sums = logits_BV.new_empty(B, num_tiles, dtype=torch.float64)
     likeliest = logits_BV.new_empty(B, num_tiles, dtype=torch.int32)
@@ -29,10 +30,20 @@ def draw_tokens(logits_BV: Tensor, temperature_B: Tensor, key_B: Tensor, positio
     if B == 0:
         return token_B, logprob_B
     tile_sums_kernel[(B, num_tiles)](
-        logits_BV, temperature_B, highest, sums, likeliest, logits_BV.stride(0), V, num_tiles, TILE=_TILE, num_warps=8
+        logits_BV,
+        temperature_B,
+        highest,
+        sums,
+        likeliest,
+        logits_BV.stride(0),
+        V,
+        num_tiles,
+        TILE=VOCABULARY_TILE,
+        num_warps=8,
     )
     draw_kernel[(B,)](
         logits_BV, temperature_B, key_B, position_B, highest, sums, likeliest, token_B, logprob_B,
-        logits_BV.stride(0), V, num_tiles, TILE=_TILE, BLOCK_N=1 << max(num_tiles - 1, 1).bit_length(), num_warps=8,
+        logits_BV.stride(0), V, num_tiles,
+        TILE=VOCABULARY_TILE, BLOCK_N=1 << max(num_tiles - 1, 1).bit_length(), num_warps=8,
     )  # fmt: skip
     return token_B, logprob_B

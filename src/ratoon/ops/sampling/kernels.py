@@ -4,6 +4,9 @@ The same draws as `ratoon.rollout.draws.sample_tokens`, whose sums run through t
 differ where a threshold lies within float64 rounding of a token's edge.
 """
 
+# Type checkers take a kernel's functions for ones that never return.
+# pyright: reportGeneralTypeIssues=false
+
 # Shape letters: B rows, V vocabulary, N tiles of it.
 
 import triton
@@ -51,6 +54,19 @@ def tile_sums_kernel(
 
 
 @triton.jit
+def combine_tiles(highest_ptr, sums_ptr, row, num_tiles, scale, BLOCK_N: tl.constexpr):
+    """A row's largest logit, each tile's [N], each tile's sum of exp((logit - row's largest) / temperature) [N], and
+    the sum of those."""
+    tiles = tl.arange(0, BLOCK_N)
+    places = row * num_tiles + tiles
+    highest_N = tl.load(highest_ptr + places, mask=tiles < num_tiles, other=-float("inf"))
+    highest = tl.max(highest_N, axis=0)
+    sums_N = tl.load(sums_ptr + places, mask=tiles < num_tiles, other=0.0)
+    weights_N = tl.where(highest_N == -float("inf"), 0.0, sums_N * tl.exp((highest_N - highest).to(tl.float64) * scale))
+    return highest, highest_N, weights_N, tl.sum(weights_N, axis=0)
+
+
+@triton.jit
 def draw_kernel(
     logits_ptr, temperature_ptr, key_ptr, position_ptr, highest_ptr, sums_ptr, likeliest_ptr, token_ptr, logprob_ptr,
     stride_b, V, num_tiles,
@@ -62,12 +78,8 @@ def draw_kernel(
     scale = 1.0 / tl.where(temperature == 0.0, 1.0, temperature)
     tiles = tl.arange(0, BLOCK_N)
     places = row * num_tiles + tiles
-    highest_N = tl.load(highest_ptr + places, mask=tiles < num_tiles, other=-float("inf"))
-    highest = tl.max(highest_N, axis=0)
-    sums_N = tl.load(sums_ptr + places, mask=tiles < num_tiles, other=0.0)
-    weights_N = tl.where(highest_N == -float("inf"), 0.0, sums_N * tl.exp((highest_N - highest).to(tl.float64) * scale))
+    highest, highest_N, weights_N, total = combine_tiles(highest_ptr, sums_ptr, row, num_tiles, scale, BLOCK_N)
     until_N = tl.cumsum(weights_N, axis=0)
-    total = tl.sum(weights_N, axis=0)
     threshold = uniform_of(tl.load(key_ptr + row), tl.load(position_ptr + row)) * total
     # The first tile whose end lies behind the threshold, or the last with a chance.
     last = tl.max(tl.where(weights_N > 0.0, tiles, 0), axis=0)

@@ -2,7 +2,7 @@
 
 # Shape letters: B responses of one forward pass, b: those of one distribution, V vocabulary.
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -13,14 +13,20 @@ from ratoon.rollout.draws import sample_tokens, uniform_draws
 from ratoon.rollout.errors import RolloutError
 from ratoon.rollout.truncation import Truncation, sample_kept_tokens
 
+TokenScore = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Logits [B, V], tokens [B] and temperatures [B] to log-probs [B] float32."""
 
-def draw_tokens(drafts: Sequence[ResponseDraft], logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+
+def draw_tokens(
+    drafts: Sequence[ResponseDraft], logits_BV: Tensor, score: TokenScore | None = None
+) -> tuple[Tensor, Tensor]:
     """The next token of each draft: [B] int64, with its log-prob [B] float32.
 
     logits_BV: [B, V] float32, B at least 1. Drafts are told what their token was drawn among; they have not taken it
-    yet. Raises RolloutError where logits are not finite, UserError where what a token was drawn among does not fit.
+    yet. score: gives the log-probs of tokens drawn from the whole vocabulary. Raises RolloutError where logits are not
+    finite, UserError where what a token was drawn among does not fit.
     """
-    token_B, logprob_B = _draw(drafts, logits_BV)
+    token_B, logprob_B = _draw(drafts, logits_BV, score)
     check_finite(bool(torch.isfinite(logprob_B).all()))
     return token_B, logprob_B
 
@@ -34,7 +40,7 @@ def check_finite(are_finite: bool) -> None:
         )
 
 
-def _draw(drafts: Sequence[ResponseDraft], logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+def _draw(drafts: Sequence[ResponseDraft], logits_BV: Tensor, score: TokenScore | None) -> tuple[Tensor, Tensor]:
     device = logits_BV.device
     keys_B = np.array([draft.key for draft in drafts], np.uint64)
     positions_B = np.array([len(draft.token_ids) for draft in drafts], np.int64)
@@ -50,7 +56,9 @@ def _draw(drafts: Sequence[ResponseDraft], logits_BV: Tensor) -> tuple[Tensor, T
         if truncation is None:
             temperatures = [drafts[row].temperature for row in rows]
             temperature_b = torch.tensor(temperatures, dtype=torch.float64, device=device)
-            token_B[index_b], logprob_B[index_b] = sample_tokens(logits_BV[index_b], temperature_b, uniform_B[index_b])
+            token_b, logprob_b = sample_tokens(logits_BV[index_b], temperature_b, uniform_B[index_b])
+            token_B[index_b] = token_b
+            logprob_B[index_b] = logprob_b if score is None else score(logits_BV[index_b], token_b, temperature_b)
             continue
         drawn = sample_kept_tokens(logits_BV[index_b], truncation, uniform_B[index_b])
         token_B[index_b], logprob_B[index_b] = drawn.token_B, drawn.logprob_B

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.rollout.drafts import GroupDraft
-from ratoon.rollout.engines.drawing import check_finite, draw_tokens
+from ratoon.rollout.engines.drawing import TokenScore, check_finite, draw_tokens
 from ratoon.rollout.engines.paged.holdings import Holdings
 from ratoon.rollout.engines.paged.requests import Family, Request
 from ratoon.rollout.engines.paged.runner import DrawnTokens, Draws, PrefillPiece, Runner
@@ -46,11 +46,14 @@ class PagedBatch:
         *,
         restarts: bool = False,
         prefill_tokens: int = PREFILL_TOKENS,
+        score: TokenScore | None = None,
     ) -> None:
         """cache_tokens: capacity of the cache; None: as much as `max_concurrent_responses` of what came can fill.
 
         restarts: new weights compute the keys of responses in flight again, rather than go on from old ones.
+        score: of tokens that the host draws, where the runner scores its own by it.
         """
+        self._score = score
         self._runner = runner
         self._max_concurrent_responses = max_concurrent_responses
         self._cache_tokens = cache_tokens
@@ -260,7 +263,7 @@ class PagedBatch:
         gone = {id(request) for request in ready}
         starting = [request for request in ready if not request.draft.token_ids]
         if starting:
-            token_B, logprob_B = _draw(starting, torch.stack([_first_logits(request) for request in starting]))
+            token_B, logprob_B = _draw(starting, torch.stack([_first_logits(x) for x in starting]), self._score)
             for request in starting:
                 assert request.prompt is not None, "a request without a seat is started"
                 routes_PLK = request.prompt.taken_routes()
@@ -282,7 +285,7 @@ class PagedBatch:
         requests, rows = decoding
         if any(request.draft.truncation is not None for request in requests):
             decoded = self._runner.decode(rows)
-            token_B, logprob_B = _draw(requests, decoded.logits_BV)
+            token_B, logprob_B = _draw(requests, decoded.logits_BV, self._score)
             routes_BLK = None if decoded.routes_BLK is None else decoded.routes_BLK.cpu().numpy()
             drawn = DrawnTokens(token_B[None], logprob_B[None], None if routes_BLK is None else routes_BLK[None])
         else:
@@ -330,8 +333,10 @@ class PagedBatch:
                 self._finished.append(family.group)
 
 
-def _draw(requests: Sequence[Request], logits_BV: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    token_B, logprob_B = draw_tokens([request.draft for request in requests], logits_BV)
+def _draw(
+    requests: Sequence[Request], logits_BV: Tensor, score: TokenScore | None
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    token_B, logprob_B = draw_tokens([request.draft for request in requests], logits_BV, score)
     return token_B.cpu().numpy(), logprob_B.cpu().numpy()
 
 

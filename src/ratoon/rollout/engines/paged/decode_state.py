@@ -10,12 +10,15 @@ from transformers import PreTrainedModel
 
 from ratoon.attention.paged.decode import SPLIT_KEYS, DeviceReads, decode, write_keys
 from ratoon.attention.paged.reads import PagedReads, ReadSizes
+from ratoon.models.interface import is_batch_invariant
 from ratoon.models.logits import float32_logits
 from ratoon.models.settings import setting
+from ratoon.ops.invariant.entry import score_tokens
 from ratoon.ops.sampling.entry import draw_tokens
 from ratoon.rollout.engines.paged.block_attention import LayerRows, PagedPass
 from ratoon.rollout.engines.paged.block_cache import BlockCache, LayerCache
 from ratoon.rollout.engines.paged.experts import RouteRecorder, why_not_recorded
+from ratoon.rollout.engines.paged.invariant_attention import InvariantDecode
 from ratoon.rollout.engines.paged.runner import Decoded, DecodeRows, Draws
 from ratoon.rollout.engines.paged.step_graphs import StepGraphs
 
@@ -54,7 +57,8 @@ class DecodeState:
         device, is_cuda = model.device, model.device.type == "cuda"
         self._model = model
         self._reads = DeviceReads(room, block_tokens, SPLIT_KEYS, device)
-        self._pass = PagedPass(cache, KernelDecode(self._reads))
+        self._is_invariant = is_batch_invariant(model)
+        self._pass = PagedPass(cache, (InvariantDecode if self._is_invariant else KernelDecode)(self._reads))
         # Token, position, key, tokens drawn before, and 1 for a row that is no padding.
         self._host_5R = torch.zeros(5, room.rows, dtype=torch.int64, pin_memory=is_cuda)
         self._host_temperature_R = torch.ones(room.rows, dtype=torch.float64, pin_memory=is_cuda)
@@ -116,7 +120,10 @@ class DecodeState:
 
     def _draw(self, size: int) -> None:
         token_R, position_R, key_R, num_drawn_R, is_row_R = self._rows_5R[:, :size]
-        drawn_R, logprob_R = draw_tokens(self._logits_of(size), self._temperature_R[:size], key_R, num_drawn_R)
+        logits_RV, temperature_R = self._logits_of(size), self._temperature_R[:size]
+        drawn_R, logprob_R = draw_tokens(logits_RV, temperature_R, key_R, num_drawn_R)
+        if self._is_invariant:  # by the very code that the trainer runs
+            logprob_R = score_tokens(logits_RV, drawn_R, temperature_R)
         self.token_SR[:, :size].index_copy_(0, self._step_1, drawn_R[None])
         self.logprob_SR[:, :size].index_copy_(0, self._step_1, logprob_R[None])
         if self._routes is not None and self.routes_SRLK is not None:

@@ -2,7 +2,9 @@
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ratoon.models.interface import is_batch_invariant
 from ratoon.rollout.config import RolloutConfig
+from ratoon.rollout.engines.drawing import TokenScore
 from ratoon.rollout.engines.in_process import InProcessEngine
 from ratoon.rollout.engines.paged.batch import PagedBatch
 from ratoon.rollout.engines.paged.block_attention import BLOCK_ATTENTION
@@ -32,12 +34,21 @@ class PagedEngine(InProcessEngine[PagedBatch]):
             config.max_concurrent_responses,
             config.cache_tokens,
             restarts=restarts,
+            score=_score_of(twin),
         )
         super().__init__(config, model, tokenizer, twin, batch)
 
 
+def _score_of(twin: PreTrainedModel) -> TokenScore | None:
+    if not is_batch_invariant(twin):
+        return None
+    from ratoon.ops.invariant.entry import score_tokens  # brings Triton
+
+    return score_tokens
+
+
 def _runner_of(twin: PreTrainedModel, config: RolloutConfig) -> Runner:
-    if twin.device.type != "cuda":
+    if twin.device.type != "cuda" and not is_batch_invariant(twin):
         return TorchRunner(twin, returns_routes=config.return_routed_experts)
     from ratoon.rollout.engines.paged.kernel_runner import KernelRunner  # brings Triton
 

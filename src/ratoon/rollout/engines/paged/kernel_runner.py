@@ -17,13 +17,14 @@ from ratoon.attention.paged.reads import PagedReads, ReadSizes, build_reads
 from ratoon.attention.transfer import to_device
 from ratoon.models import model_shape
 from ratoon.models.compiled import can_compile, compile_layers
-from ratoon.models.interface import attachment_of
+from ratoon.models.interface import attachment_of, is_batch_invariant
 from ratoon.models.logits import float32_logits
 from ratoon.rollout.engines.layer_kinds import check_layers
 from ratoon.rollout.engines.paged.block_attention import PagedPass
 from ratoon.rollout.engines.paged.block_cache import BlockCache
 from ratoon.rollout.engines.paged.decode_state import DecodeState, hidden_of
 from ratoon.rollout.engines.paged.experts import RouteRecorder
+from ratoon.rollout.engines.paged.invariant_attention import InvariantPrefill
 from ratoon.rollout.engines.paged.prefill import Prefill
 from ratoon.rollout.engines.paged.runner import Decoded, DecodeRows, DrawnTokens, Draws, Prefilled, PrefillPiece
 from ratoon.rollout.engines.paged.sizes import BLOCK_TOKENS, STEPS_TOGETHER
@@ -33,9 +34,9 @@ from ratoon.rollout.engines.paged.step_graphs import StepGraphs, padded_rows
 class KernelRunner:
     """A `Runner` of an attached model with `block_attention`, in eval mode, on one GPU.
 
-    Layers without experts run compiled, and a decode step, drawing included, is one CUDA graph unless its experts need
-    the host (`why_not_recorded`). Raises UserError for layers it cannot cache, ValueError for a model that is not
-    attached.
+    Layers without experts run compiled, but for batch-invariant models, and a decode step, drawing included, is one
+    CUDA graph unless its experts need the host (`why_not_recorded`). Raises UserError for layers it cannot cache,
+    ValueError for a model that is not attached.
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class KernelRunner:
         self._routes = RouteRecorder(model) if returns_routes else None
         self._state: DecodeState | None = None
         self._places: list[int] = []
+        self._is_invariant = is_batch_invariant(model)
         # As in training: compiled experts have not been measured.
         is_dense = not model_shape(model.config).num_experts
-        if model.device.type == "cuda" and is_dense and can_compile(model):
+        if model.device.type == "cuda" and is_dense and can_compile(model) and not self._is_invariant:
             compile_layers(model)
 
     def resize(self, num_blocks: int) -> None:
@@ -88,7 +90,7 @@ class KernelRunner:
     def prefill(self, pieces: Sequence[PrefillPiece]) -> Prefilled:
         """See `Runner.prefill`."""
         device = self._model.device
-        prefill = Prefill(pieces, self.block_tokens, device)
+        prefill = (InvariantPrefill if self._is_invariant else Prefill)(pieces, self.block_tokens, device)
         wanted_U = np.array([prefill.last_row_of(piece) for piece in pieces if piece.wants_logits], np.int64)
         token_R, position_R = (to_device(x_R, device) for x_R in (prefill.token_ids_R, prefill.positions_R))
         hidden_RC = hidden_of(self._model, token_R, position_R, PagedPass(self._cache, prefill))

@@ -58,10 +58,14 @@ class Prefill:
         ends = [self.last_row_of(piece) + 1 for piece in pieces]
         return tuple(x_R[end - piece.token_ids.size : end] for piece, end in zip(pieces, ends, strict=True))
 
-    def attend(self, cache: LayerCache, rows: LayerRows) -> Tensor:
-        """See `Attention.attend`."""
+    def write(self, cache: LayerCache, rows: LayerRows) -> None:
+        """Puts the pieces' keys and values into their blocks."""
         cache.k_cache[self._write_block_R, :, self._write_offset_R] = rows.k_RHD
         cache.v_cache[self._write_block_R, :, self._write_offset_R] = rows.v_RHE
+
+    def attend(self, cache: LayerCache, rows: LayerRows) -> Tensor:
+        """See `Attention.attend`."""
+        self.write(cache, rows)
         outs: list[Tensor] = []
         row = self._num_whole_rows
         if row:
