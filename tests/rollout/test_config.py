@@ -115,3 +115,10 @@ def test_what_is_no_address_is_refused(url: str):
 def test_an_address_is_kept_without_its_last_slash():
     config = RolloutConfig.model_validate({"engine": "vllm-server", "server": {"url": "https://[::1]:8000/"}})
     assert config.server.url == "https://[::1]:8000"
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm", "vllm-server", "sglang-server"])
+def test_routes_are_refused_on_engines_that_return_none(engine: Any):
+    with pytest.raises(ValidationError, match=f'engine = "{engine}" does not say which experts it chose; set engine ='):
+        RolloutConfig(engine=engine, return_routed_experts=True)
+    assert RolloutConfig(engine="paged", return_routed_experts=True).return_routed_experts

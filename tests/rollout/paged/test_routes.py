@@ -214,6 +214,64 @@ def test_tokens_keep_the_routes_of_the_weights_that_drew_them(restarts: bool):
         assert not (np.sort(old_TLK[:num_old, 0]) == np.sort(new_TLK[:num_old, 0])).all(axis=-1).any()
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("spare_blocks", [None, 2])
+def test_routes_are_of_the_pass_that_drew_the_next_token(restarts: bool, spare_blocks: int | None):
+    """Under an update in flight, with and without room for all: as the version of the token behind each says. In the
+    first layer, whose router reads what no router has changed."""
+    prompt, sampling = PROMPTS[4], SAMPLINGS[0]
+    model = qwen3_moe()
+    router = model.model.layers[0].mlp.gate.weight
+    before = router.detach().clone()
+    engine = small_blocks(model, spare_blocks=spare_blocks, max_concurrent=3, restarts=restarts)
+    num_steps = count_steps(engine)
+
+    async def generate() -> RolloutGroup:
+        made = asyncio.create_task(engine.generate(prompt, group_size=5, sampling=sampling, step=0))
+        while len(num_steps) < 6:
+            await asyncio.sleep(0)
+        await engine.pause()
+        with torch.no_grad():
+            router.neg_()  # whatever was chosen is now the last choice
+        await engine.update_weights({}, 1)
+        await engine.resume()
+        return await made
+
+    try:
+        group = asyncio.run(generate())
+        sequences = [[*prompt.token_ids, *response.token_ids] for response in group.responses]
+        plain = {1: [plain_routes(model, sequence)[:, 0] for sequence in sequences]}
+    finally:
+        with torch.no_grad():
+            router.copy_(before)
+        asyncio.run(engine.close())
+    plain[0] = [plain_routes(model, sequence)[:, 0] for sequence in sequences]
+    seen: set[tuple[int, ...]] = set()
+    for index, response in enumerate(group.responses):
+        versions = response.policy_versions
+        assert versions is not None and response.routed_experts is not None
+        seen.add(tuple(np.unique(versions)))
+        # The whole prompt is of the pass that drew the first token.
+        version_T = np.concatenate([np.repeat(versions[0], prompt.num_tokens), versions[1:]])
+        assert not (plain[0][index] == plain[1][index]).all(axis=1).any()
+        want_TK = np.where(version_T[:, None] == 0, plain[0][index][:-1], plain[1][index][:-1])
+        np.testing.assert_array_equal(response.routed_experts[:-1, 0], want_TK)
+    assert {(0, 1), (1,)} <= seen, "no response was in flight, or none began after the update"
+
+
+def count_steps(engine: InProcessEngine[PagedBatch]) -> list[None]:
+    """Grows by one with each step of the batch."""
+    steps: list[None] = []
+    step = engine._batch.step
+
+    def counted() -> Any:
+        steps.append(None)
+        return step()
+
+    engine._batch.step = counted
+    return steps
+
+
 def test_a_running_group_holds_its_prompts_routes_once():
     """slime#2384: the host's memory ran out by routes."""
     engine = small_blocks(mixtral())
