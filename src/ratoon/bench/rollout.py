@@ -9,7 +9,8 @@ Ways of one engine:
 
 No speed is reported where an engine's log-probs are farther from those of the same weights in twice the precision than
 the trainer's are, or where a response is lost, given twice, or has versions that fall. (The distance to the trainer's
-own says little of random weights: both round, and a deep one's rounding grows through its layers.)
+own says little of random weights: both round, and a deep one's rounding grows through its layers.) Nor where a
+batch-invariant model's differ from the trainer's in a single bit.
 """
 
 # Shape letters: P prompt tokens, R response tokens, N responses of a group, M scored tokens.
@@ -37,7 +38,11 @@ from ratoon.types import Prompt, RolloutGroup, SamplingParams
 
 Way = Literal["shared", "replicated", "natural", "updates"]
 
-OURS = ("paged",)
+INVARIANT = "paged-invariant"
+"""`paged` on a batch-invariant model (`model.batch_invariant`)."""
+
+OURS = ("paged", INVARIANT)
+_USUAL = ("paged",)
 PEERS = ("transformers", "vllm")
 
 UPDATE_TOKENS = 20
@@ -141,7 +146,7 @@ def bench_rollout(
     has_gpu = torch.cuda.is_available()
     names = cases or [case.name for case in CASES.values() if case.needs_gpu == has_gpu]
     chosen = choosing.choose_cases(names, CASES, "rollout case", has_gpu=has_gpu)
-    engines = [*choosing.choose_names(impls, OURS, OURS, "engine of ours")]
+    engines = [*choosing.choose_names(impls, OURS, _USUAL, "engine of ours")]
     engines += choosing.choose_names(peers, PEERS, () if has_gpu else ("transformers",), "engine of others")
     in_ways = cast(list[Way], choosing.choose_names(ways, get_args(Way), get_args(Way), "way"))
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
@@ -154,7 +159,8 @@ def bench_rollout(
         model = _build_model(case, device)
         exact = _in_twice_the_precision(case, model)
         for name in engines:
-            run = _EngineRun(case=case, model=model, exact=exact, engine_name=name, repeats=repeats, command=command)
+            its_own = _build_model(case, device, batch_invariant=True) if name == INVARIANT else model
+            run = _EngineRun(case=case, model=its_own, exact=exact, engine_name=name, repeats=repeats, command=command)
             for way in in_ways:
                 label = f"{name} {way}"
                 with outcome.noting(case.name, label, say, is_ours=name in OURS, width=_LABEL_WIDTH):
@@ -164,18 +170,20 @@ def bench_rollout(
                     if results is not None:
                         append_rows(results, [row])
                 free_memory()
+            del run, its_own
         del model, exact
         torch.compiler.reset()
         free_memory()
     return outcome
 
 
-def _build_model(case: RolloutCase, device: torch.device) -> PreTrainedModel:
-    """Random weights of the device's usual dtype, attached."""
+def _build_model(case: RolloutCase, device: torch.device, *, batch_invariant: bool = False) -> PreTrainedModel:
+    """Random weights of the device's usual dtype, attached: the same ones at every call."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(_SEED)
-        return attach(AutoModelForCausalLM.from_config(case.config(), dtype=dtype)).eval()
+        model = AutoModelForCausalLM.from_config(case.config(), dtype=dtype)
+        return attach(model, batch_invariant=batch_invariant).eval()
 
 
 def _in_twice_the_precision(case: RolloutCase, model: PreTrainedModel) -> PreTrainedModel:
@@ -280,7 +288,7 @@ class _EngineRun:
         case = self.case
         return RolloutConfig.model_validate(
             {
-                "engine": self.engine_name,
+                "engine": "paged" if self.engine_name == INVARIANT else self.engine_name,
                 "prompts_per_step": case.concurrency // case.N,
                 "group_size": case.N,
                 "max_response_tokens": case.R,
@@ -342,6 +350,11 @@ class _EngineRun:
                 f"{trainer:.3g} (allowed {allowed:.3g})"
             )
         gap_M = np.abs(engine_M - trainer_M)
+        if self.engine_name == INVARIANT and gap_M.max() != 0.0:
+            raise WrongResultError(
+                f"{int((gap_M != 0).sum())} of {gap_M.size} log-probs of a batch-invariant model differ from the "
+                f"trainer's, by up to {gap_M.max():.3g}"
+            )
         return {
             "mean_abs_logprob_gap": float(gap_M.mean()),
             "max_abs_logprob_gap": float(gap_M.max()),

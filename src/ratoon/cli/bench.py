@@ -53,6 +53,7 @@ _ROLLOUT_EXAMPLE = """\
 example:
   ratoon bench rollout --results benchmarks/results/rollout.jsonl
   ratoon bench rollout --cases 135m-c256-p512-n8-r256 --ways shared,updates --peers vllm
+  ratoon bench rollout --impls paged,paged-invariant --ways shared --peers none
 
 Responses to shared prompts by each engine, of random weights; small ones where there is no GPU.
 """

@@ -3,7 +3,9 @@
 # Shape letters: M scored tokens.
 
 import asyncio
+import copy
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import numpy as np
 import pytest
@@ -47,6 +49,12 @@ SIZES = {
 
 
 def tiny(name: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    """One of its own: attaching takes seconds in the interpreter."""
+    return copy.deepcopy(attached(name, device, dtype))
+
+
+@cache
+def attached(name: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
     """`llama`: three query heads of a key head. `qwen3`: norms of queries and keys, and a window in the first layer."""
     torch.manual_seed(1)
     if name == "llama":
@@ -108,11 +116,11 @@ def assert_same_bits(model: PreTrainedModel, groups: Sequence[RolloutGroup], tem
 
 
 @pytest.mark.parametrize(("device", "dtype"), RUNS)
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", sampled("qwen3", "llama"))
 def test_engine_and_trainer_agree_bit_by_bit(name: str, device: str, dtype: torch.dtype):
     """Prompts around a tile and a block of keys; a second rollout under other weights."""
     model = tiny(name, device, dtype)
-    lengths, most = ([1, 16, 70], 9) if device == "cpu" else ([1, 16, 63, 64, 65, 200], 90)
+    lengths, most = ([1, 70], 4) if device == "cpu" else ([1, 16, 63, 64, 65, 200], 90)
     prompts = make_prompts(lengths)
     engine = engine_of(model)
     sampling = SamplingParams(temperature=0.7, max_response_tokens=most, seed=4)
@@ -131,7 +139,7 @@ def test_engine_and_trainer_agree_bit_by_bit(name: str, device: str, dtype: torc
 def test_prompts_in_pieces_and_responses_that_gave_way(device: str, dtype: torch.dtype):
     """Room for little more than one response, prompts read 27 tokens at a time, steps of three tokens."""
     model = tiny("qwen3", device, dtype)
-    lengths, most = ([70, 5], 70) if device == "cpu" else ([70, 5, 130, 64], 150)
+    lengths, most = ([70, 5], 4) if device == "cpu" else ([70, 5, 130, 64], 150)
     prompts = make_prompts(lengths)
     sampling = SamplingParams(temperature=1.3, max_response_tokens=most, seed=2)
     longest_blocks = -(-max(lengths) // 64) + -(-(most + 3) // 64)
@@ -153,10 +161,10 @@ def test_prompts_in_pieces_and_responses_that_gave_way(device: str, dtype: torch
 def test_a_response_that_is_continued(device: str, dtype: torch.dtype):
     model = tiny("llama", device, dtype)
     prompt, engine = make_prompts([20])[0], engine_of(model)
-    sampling = SamplingParams(temperature=1.0, max_response_tokens=14 if device == "cpu" else 100, seed=3)
+    sampling = SamplingParams(temperature=1.0, max_response_tokens=7 if device == "cpu" else 100, seed=3)
 
     async def run() -> RolloutGroup:
-        part = await engine.generate(prompt, group_size=2, sampling=sampling, step=0, max_new_tokens=6)
+        part = await engine.generate(prompt, group_size=2, sampling=sampling, step=0, max_new_tokens=4)
         return await engine.generate(prompt, group_size=2, sampling=sampling, step=0, begun=part)
 
     assert_same_bits(model, [asyncio.run(run())], 1.0)
@@ -188,11 +196,10 @@ def test_at_the_size_of_smollm2_and_at_another_concurrency(dtype: torch.dtype):
             assert a.rollout_logprobs.tobytes() == b.rollout_logprobs.tobytes()
 
 
-@pytest.mark.parametrize("name", sampled("llama", "qwen3"))
-def test_draws_do_not_depend_on_company(name: str):
-    model = tiny(name, "cpu", torch.float32)
-    prompts = make_prompts([30, 3])
-    sampling = SamplingParams(temperature=1.0, max_response_tokens=5, seed=4)
+def test_draws_do_not_depend_on_company():
+    model = tiny("llama", "cpu", torch.float32)
+    prompts = make_prompts([20, 3])
+    sampling = SamplingParams(temperature=1.0, max_response_tokens=3, seed=4)
     both = draw(engine_of(model), prompts, 2, sampling)
     alone = draw(engine_of(model, slots=1), prompts[:1], 2, sampling)
     assert rollout_logprobs(both[:1]).numpy().tobytes() == rollout_logprobs(alone).numpy().tobytes()
