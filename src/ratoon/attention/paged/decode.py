@@ -18,11 +18,15 @@ from ratoon.attention.triton.descriptors import padded_head_dim
 SPLIT_KEYS = 512
 """Keys of one item: few enough that a lone long prompt keeps the GPU busy, many enough that sums are joined rarely."""
 
-SHARED_ROWS = 64
+SHARED_ROWS = 32
 OWN_ROWS = 16
-"""Rows of a tile: query heads of a key head, times members. 16 is the least side of a matrix product."""
+"""Rows of a tile: query heads of a key head, times members. 16 is the least side of a matrix product. 32 hold most
+groups; 64 would leave room for one program less on a multiprocessor, for own tokens too (benchmarks/LOG.md)."""
 
 WALK_WARPS = 4
+
+_PREFETCHED_BYTES = 256
+"""Of one key. The next tile is under way while one is computed, where two of them leave room for other programs."""
 
 
 class DeviceReads:
@@ -133,6 +137,7 @@ def decode(
         SPLIT_KEYS=reads.split_keys, SHARED_ROWS=max(SHARED_ROWS, _rows(group)), OWN_ROWS=_rows(group),
         BLOCK_D=padded_head_dim(D), BLOCK_E=padded_head_dim(E), HAS_SOFTCAP=scoring.softcap is not None,
         HAS_WINDOW=window is not None, UPCAST=upcast, num_warps=WALK_WARPS,
+        num_stages=_stages(max(D, E) * q_BHD.element_size()),
     )  # fmt: skip
     out_BHE = q_BHD.new_empty(B, Hq, E)
     join_kernel[(B, Hq)](
@@ -146,6 +151,11 @@ def decode(
 def max_members(group: int) -> int:
     """Responses of one shared item, for so many query heads of a key head."""
     return max(SHARED_ROWS, _rows(group)) // group
+
+
+def _stages(key_bytes: int) -> int:
+    """Of Triton's pipeline. Its first two fetch the tile's block number: with 5, two tiles are held."""
+    return 5 if key_bytes <= _PREFETCHED_BYTES else 3
 
 
 def _rows(group: int) -> int:
