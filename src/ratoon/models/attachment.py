@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ratoon.models import invariant
 from ratoon.models.interface import IMPLEMENTATION, Attachment, check_inputs, is_attached
 from ratoon.models.invariance_check import check_invariance
-from ratoon.models.invariant import make_invariant
+from ratoon.models.invariant import make_invariant, make_plain
 from ratoon.models.refusals import refuse_config, refuse_model
 from ratoon.models.rope import has_fixed_rope
 from ratoon.models.self_check import check_against_stock
@@ -57,6 +57,8 @@ def attach(model: PreTrainedModel, impl: str = "auto", *, batch_invariant: bool 
         if batch_invariant:
             check_invariance(model)
     except BaseException:
+        if before is None or not before.batch_invariant:
+            make_plain(model)
         model.set_attn_implementation(previous_implementation)
         if hook is not None:
             hook.remove()

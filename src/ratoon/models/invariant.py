@@ -61,6 +61,13 @@ def make_invariant(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def make_plain(model: PreTrainedModel) -> None:
+    """Undoes `make_invariant`, in place, before anything else was mixed into the modules' classes."""
+    for module in model.modules():
+        if isinstance(module, InvariantLinear | InvariantNorm):
+            _change_class(module, type(module).__mro__[2])
+
+
 def check_can_be_invariant(num_experts: int) -> None:
     """Raises UserError for a model with experts, whose products are none of ours."""
     if num_experts:

@@ -114,7 +114,9 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight_NK)
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight_NK if needs_x else None)
+        ctx.shape = x.shape
         out_MN = matmul(x.reshape(-1, x.shape[-1]), weight_NK, bias_N, out_dtype=x.dtype)
         return out_MN.view(*x.shape[:-1], weight_NK.shape[0])
 
@@ -126,7 +128,7 @@ class _Linear(torch.autograd.Function):
         x, weight_NK = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         grad_MN = grad.reshape(-1, grad.shape[-1])
-        grad_x = (grad_MN @ weight_NK).view(x.shape) if needs_x else None
+        grad_x = (grad_MN @ weight_NK).view(ctx.shape) if needs_x else None
         grad_weight = grad_MN.T @ x.reshape(-1, x.shape[-1]) if needs_weight else None
         return grad_x, grad_weight, grad_MN.sum(0) if needs_bias else None
 
