@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 import ratoon
 from ratoon.attention import available_impls
 from ratoon.cli.main import main
-from ratoon.rollout import RolloutConfig
+from ratoon.rollout.config import EngineName
 from ratoon.rollout.available import engine_statuses
 
 COMMANDS = ("train", "eval", "plan", "init", "data", "export", "doctor", "bench")
@@ -113,7 +113,7 @@ def test_doctor_says_what_is_installed_and_what_would_be_used(capsys: pytest.Cap
     assert f"ratoon {ratoon.__version__}" in shown
     for status in available_impls():
         assert f"  {'yes' if status.is_available else 'no '} {status.name:<14} {status.reason}\n" in shown
-    engines = get_args(RolloutConfig.model_fields["engine"].annotation)
+    engines = get_args(EngineName)
     assert [status.name for status in engine_statuses(has_gpu=False)] == list(engines)
     for status in engine_statuses(has_gpu=torch.cuda.is_available()):
         assert f"  {'yes' if status.is_available else 'no '} {status.name:<14} {status.reason}\n" in shown

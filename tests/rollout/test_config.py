@@ -122,3 +122,22 @@ def test_routes_are_refused_on_engines_that_return_none(engine: Any):
     with pytest.raises(ValidationError, match=f'engine = "{engine}" does not say which experts it chose; set engine ='):
         RolloutConfig(engine=engine, return_routed_experts=True)
     assert RolloutConfig(engine="paged", return_routed_experts=True).return_routed_experts
+
+
+@pytest.mark.parametrize(
+    ("asked", "device_type", "model", "given"),
+    [
+        ({}, "cuda", {}, "paged"),
+        ({}, "cpu", {}, "transformers"),
+        ({}, "cuda", {"is_quantised": True}, "transformers"),
+        ({}, "cpu", {"is_batch_invariant": True}, "paged"),
+        ({"return_routed_experts": True}, "cpu", {}, "paged"),
+        ({"engine": "transformers"}, "cuda", {"is_batch_invariant": True}, "transformers"),  # refused elsewhere
+        ({"engine": "paged"}, "cpu", {}, "paged"),
+    ],
+)
+def test_auto_takes_the_fastest_engine_that_can(
+    asked: dict[str, Any], device_type: str, model: dict[str, bool], given: str
+):
+    of_model = {"is_quantised": False, "is_batch_invariant": False} | model
+    assert RolloutConfig(**asked).engine_on(device_type, **of_model) == given

@@ -12,6 +12,7 @@ import ratoon
 from ratoon.attention import AttentionRequest, available_impls, explain_choice
 from ratoon.attention.choice_table import architecture_of
 from ratoon.attention.request import Feature
+from ratoon.rollout import RolloutConfig
 from ratoon.rollout.available import engine_statuses
 from ratoon.types.extras import install_command
 
@@ -78,8 +79,11 @@ def _packages() -> list[str]:
 
 
 def _engines() -> list[str]:
-    lines = ["Rollout engines (rollout.engine):"]
-    for status in engine_statuses(has_gpu=torch.cuda.is_available()):
+    has_gpu = torch.cuda.is_available()
+    device_type = "cuda" if has_gpu else "cpu"
+    usual = RolloutConfig().engine_on(device_type, is_quantised=False, is_batch_invariant=False)
+    lines = [f'Rollout engines (rollout.engine = "auto" takes {usual} on {device_type}):']
+    for status in engine_statuses(has_gpu=has_gpu):
         lines.append(f"  {'yes' if status.is_available else 'no ':<4}{status.name:<14} {status.reason}")
     return lines
 

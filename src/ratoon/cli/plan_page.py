@@ -11,7 +11,7 @@ from ratoon.config.loading import dump_recipe
 from ratoon.config.recipe import Recipe
 from ratoon.loop.dry_run import DryRun
 from ratoon.loop.memory_policy import FASTEST_FIRST
-from ratoon.loop.run_memory import RunMemory
+from ratoon.loop.run_memory import RunMemory, engine_of
 from ratoon.planner.memory_sizes import GIB
 
 
@@ -127,12 +127,13 @@ def _table(found: DryRun) -> Iterator[str]:
 def _rollout_lines(found: DryRun) -> Iterator[str]:
     """Which engine, the memory it takes, and in how many steps a response may be drawn."""
     rollout = found.recipe.rollout
-    match rollout.engine:
+    engine = engine_of(found.recipe, found.device_type)
+    match engine:
         case "transformers" | "paged":
-            how = "transformers' continuous batching" if rollout.engine == "transformers" else "a paged cache of ours"
+            how = "transformers' continuous batching" if engine == "transformers" else "a paged cache of ours"
             is_cut = found.memory is not None and found.memory.shards.num_shards > 1
             weights = "a whole copy of its weights" if is_cut else "its own weights"
-            yield f"engine {rollout.engine}: {how}, in the process that trains, on {weights}"
+            yield f"engine {engine}: {how}, in the process that trains, on {weights}"
             yield from _cache_lines(found)
         case "vllm":
             yield "engine vllm: vLLM in the process that trains, on a copy of the weights"
@@ -140,7 +141,7 @@ def _rollout_lines(found: DryRun) -> Iterator[str]:
         case "vllm-server" | "sglang-server":
             server = rollout.server
             where = f"at {server.url}" if server.url is not None else "that each rank starts with the run"
-            yield f"engine {rollout.engine}: a server {where}; its weights and cache are in none of the figures here"
+            yield f"engine {engine}: a server {where}; its weights and cache are in none of the figures here"
     part = rollout.max_new_tokens_per_step
     if part is not None:
         yield (

@@ -25,7 +25,7 @@ from ratoon.loop.mesh import MeshShape, join_sequence_group
 from ratoon.loop.ranks import check_waits, cuts_model, joined, open_shared_run_folder, run_view
 from ratoon.loop.reference import build_reference, keep_reference
 from ratoon.loop.run_folder import RunFolder
-from ratoon.loop.run_memory import RunMemory, left_by_engine
+from ratoon.loop.run_memory import RunMemory, engine_of, left_by_engine
 from ratoon.loop.stop_rules import EXIT_STOPPED
 from ratoon.loop.synchronous import SynchronousRun
 from ratoon.metrics import MetricsLog, read_metrics
@@ -151,6 +151,8 @@ def _load_run(
         view.say("layers: compiled at their first passes, which take up to a minute more")
     sampled = sampling_copy(model) if cuts_model(recipe, ranks.world_size) else model
     engine = build_engine(recipe.rollout, sampled, inputs.tokenizer, device, run_dir=folder.path)
+    if recipe.rollout.engine == "auto":
+        view.say(f"rollout: engine {engine_of(recipe, device.type)} (rollout.engine is auto)")
     for line in engine_notes(engine):
         view.say(f"rollout: {line}")
     if sampled is not model:

@@ -14,6 +14,7 @@ from ratoon.models.load import DTYPES
 from ratoon.models.outline import ModelOutline
 from ratoon.planner.memory import MemoryEstimate, estimate_memory
 from ratoon.planner.memory_sizes import GenerationSize, MicrobatchSize, RecomputeMode, Shards, WeightsInMemory
+from ratoon.rollout.config import EngineName
 from ratoon.rollout.engines.cache_budget import BLOCK_TOKENS, CacheLayout
 from ratoon.rollout.engines.paged.sizes import BLOCK_TOKENS as PAGED_BLOCK_TOKENS
 from ratoon.rollout.engines.paged.sizes import STEPS_TOGETHER
@@ -72,7 +73,7 @@ class RunMemory:
                 is_optimizer_on_host=recipe.trainer.offload_optimizer,
                 has_eight_bit_moments=recipe.trainer.optimizer_states == "8bit",
             ),
-            generation=_generation(recipe, model.shape, data),
+            generation=_generation(recipe, model.shape, data, on_cuda=on_cuda),
             worst=replace(
                 _worst_microbatch(recipe, data, keeps_prompts=num_ranks == 1 and num_sharers == 1),
                 has_qk_norm=outline.has_qk_norm,
@@ -160,11 +161,21 @@ def _most_open_responses(recipe: Recipe, data: DataReport) -> int:
     return max(recipe.rollout.responses_per_step, data.num_heldout * recipe.evaluation.group_size)
 
 
-def _generation(recipe: Recipe, shape: ModelShape, data: DataReport) -> GenerationSize:
+def engine_of(recipe: Recipe, device_type: str) -> EngineName:
+    """The rollout engine that the recipe gets on such devices."""
+    return recipe.rollout.engine_on(
+        device_type,
+        is_quantised=recipe.model.quantization is not None,
+        is_batch_invariant=recipe.model.batch_invariant,
+    )
+
+
+def _generation(recipe: Recipe, shape: ModelShape, data: DataReport, *, on_cuda: bool) -> GenerationSize:
     """Nothing for engines with a model of their own: a server's memory is its own, and `left_by_engine` has vLLM's."""
-    if recipe.rollout.engine not in ("transformers", "paged"):
+    engine = engine_of(recipe, "cuda" if on_cuda else "cpu")
+    if engine not in ("transformers", "paged"):
         return GenerationSize()
-    is_paged = recipe.rollout.engine == "paged"
+    is_paged = engine == "paged"
     return GenerationSize(
         cache_tokens=_paged_cache_tokens(recipe, data) if is_paged else _cache_tokens(recipe, shape, data),
         num_concurrent=min(recipe.rollout.max_concurrent_responses, _most_open_responses(recipe, data)),

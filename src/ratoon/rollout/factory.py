@@ -45,7 +45,7 @@ def build_engine(
     device: torch.device | str | None = None,
     run_dir: Path | None = None,
 ) -> RolloutEngine:
-    """The engine `config.engine` names.
+    """The engine `config.engine` names, or is on the model's device.
 
     model: the trainer's, attached or not, on the device it trains on. The `transformers` and `paged` engines share its
     parameters: build it after the last change to the model's modules, and it follows the optimizer from then on.
@@ -54,13 +54,15 @@ def build_engine(
     check_engine(config)
     if is_batch_invariant(model):
         check_batch_invariant(config)
-    if config.engine == "paged":
+    is_quantised = any(not parameter.is_floating_point() for parameter in model.parameters())
+    name = config.engine_on(model.device.type, is_quantised=is_quantised, is_batch_invariant=is_batch_invariant(model))
+    if name == "paged":
         from ratoon.rollout.engines.paged.engine import PagedEngine
         from ratoon.rollout.engines.shared_weights import check_device
 
         check_device(device, model)
         return PagedEngine(config, model, tokenizer)
-    if config.engine == "transformers":
+    if name == "transformers":
         from ratoon.rollout.engines.shared_weights import check_device
 
         check_device(device, model)
@@ -72,7 +74,7 @@ def build_engine(
                 f"{error}; install a transformers of that range"
             ) from error
         return TransformersEngine(config, model, tokenizer)
-    if config.engine == "vllm":
+    if name == "vllm":
         from ratoon.rollout.engines.vllm.versions import TESTED, check_vllm
 
         found = check_vllm()
@@ -84,10 +86,8 @@ def build_engine(
             raise RolloutError(
                 f"vllm {found} cannot be imported, or is built otherwise than {TESTED}, the tested version: {error}"
             ) from error
-    if config.engine in ("vllm-server", "sglang-server"):
+    if name in ("vllm-server", "sglang-server"):
         from ratoon.rollout.engines.http.engine import ServerEngine
 
         return ServerEngine(config, model, tokenizer, run_dir)
-    raise ValueError(
-        f"rollout.engine names no engine, got {config.engine!r}; build_engine knows those of RolloutConfig"
-    )
+    raise ValueError(f"rollout.engine names no engine, got {name!r}; build_engine knows those of RolloutConfig")

@@ -12,7 +12,7 @@ def check_model(config: RolloutConfig, shape: ModelShape) -> None:
 
 def check_batch_invariant(config: RolloutConfig) -> None:
     """Raise UserError where the log-probs of a batch-invariant model (`model.batch_invariant`) would not be its own."""
-    if config.engine != "paged":
+    if config.engine not in ("auto", "paged"):
         raise UserError(
             f'model.batch_invariant needs rollout.engine = "paged", which runs the trainer\'s own kernels, and it is '
             f'"{config.engine}"; set rollout.engine to "paged", or model.batch_invariant to false'
