@@ -153,8 +153,10 @@ FOUND_AT_RUN_TIME = {
     "triton": (
         "attention/triton/",
         "attention/flash/merge_kernels.py",
+        "attention/invariant/",
         "attention/paged/",
         "ops/logprob/tile_kernels.py",
+        "ops/invariant/",
         "ops/sampling/",
     ),
     "flash_attn": ("attention/flash/fa4_package.py",),

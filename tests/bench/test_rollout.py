@@ -35,7 +35,7 @@ def test_rows_have_the_names_of_the_design(tmp_path: Path):
 def test_a_wrong_engine_gets_no_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def wrong(drafts, logits_BV: torch.Tensor):
+    def wrong(drafts, logits_BV: torch.Tensor, score: object):
         token_B, logprob_B = right_draw(drafts, logits_BV)
         return token_B, logprob_B - 0.1
 

@@ -11,8 +11,6 @@ import torch.nn as nn
 from tests.sampling import sampled
 from torch import Tensor
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -45,8 +43,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def group(name: str, P: int, *lengths: int) -> RolloutGroup:
     tokens = torch.randint(0, 96, (1 + len(lengths), 40), generator=torch.Generator().manual_seed(len(name) + P))
-    responses = (Response(tokens[1 + index, :R].tolist()) for index, R in enumerate(lengths))
-    return RolloutGroup(Prompt(name, tokens[0, :P].tolist()), tuple(responses))
+    responses = (Response(tokens[1 + index, :R].numpy()) for index, R in enumerate(lengths))
+    return RolloutGroup(Prompt(name, tokens[0, :P].numpy()), tuple(responses))
 
 
 FIRST, SECOND = group("a", 5, 3), group("second", 9, 4, 1, 6)
@@ -54,7 +52,7 @@ FIRST, SECOND = group("a", 5, 3), group("second", 9, 4, 1, 6)
 
 def llama(device: str = "cpu") -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 96}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 96}
     config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3)
     return LlamaForCausalLM(config).to(device)  # pyright: ignore[reportArgumentType]
 
@@ -139,16 +137,17 @@ def test_a_model_that_is_not_invariant_after_all_is_refused(monkeypatch: pytest.
 
 
 def test_what_cannot_be_invariant_is_refused(monkeypatch: pytest.MonkeyPatch):
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 50}
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 50}
     mixture = MixtralForCausalLM(
         MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=3)
     )
     with pytest.raises(UserError, match="for dense models, and this one has 3 experts a layer"):
         attach(mixture, batch_invariant=True)
-    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, n_positions=32, attn_pdrop=0.0))
-    with pytest.raises(UserError, match=r"does not know how Conv1D \(transformer.h.0.attn.c_attn\) computes"):
-        attach(gpt2, batch_invariant=True)
-    with pytest.raises(UserError, match="an attention of its own, and model.attention asks for 'flash'"):
+    convolving = llama()
+    convolving.model.layers[0].mixer = nn.Conv1d(4, 4, 3)  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(UserError, match=r"does not know how Conv1d \(model.layers.0.mixer\) computes"):
+        attach(convolving, batch_invariant=True)
+    with pytest.raises(UserError, match=r"an attention of its own, and model.attention asks for 'flash'"):
         attach(llama(), "flash", batch_invariant=True)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     if not torch.cuda.is_available():

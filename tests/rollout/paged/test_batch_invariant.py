@@ -6,6 +6,7 @@ import asyncio
 import copy
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ RUNS = [
 ]
 
 # Widths are multiples of 32: torch computes the last few numbers of a tensor one by one on a CPU, in other roundings.
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 96,
     "intermediate_size": 96,
