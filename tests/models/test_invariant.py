@@ -2,6 +2,7 @@
 
 # Shape letters: M scored tokens.
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -70,12 +71,12 @@ def test_numbers_and_gradients_are_the_ordinary_ones(device: str, recompute: Any
     ours, plain = attach(llama(device), batch_invariant=True), attach(llama(device))
     set_recompute(ours, recompute)
     found, wanted = loss_of(ours, layout), loss_of(plain, layout)
-    assert torch.allclose(found[0], wanted[0], atol=1e-5) and torch.allclose(found[1], wanted[1], atol=1e-5)
+    assert torch.allclose(found[0], wanted[0], atol=1e-4) and torch.allclose(found[1], wanted[1], atol=1e-4)
     found[2].backward()
     wanted[2].backward()
     for (name, x), y in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert x.grad is not None and y.grad is not None
-        assert torch.allclose(x.grad, y.grad, rtol=1e-4, atol=1e-5), name
+        assert torch.allclose(x.grad, y.grad, rtol=1e-4, atol=1e-4), name
     assert {name for name, _ in ours.named_parameters()} == {name for name, _ in plain.named_parameters()}
     assert ours.state_dict().keys() == plain.state_dict().keys()
 
@@ -105,8 +106,7 @@ def test_adapters_are_invariant_too(device: str):
     ids=lambda norm: type(norm).__name__,
 )
 def test_norms_of_every_make(norm: nn.Module, device: str):
-    model = llama()
-    norm.to(device)
+    model, norm = llama(), copy.deepcopy(norm).to(device)
     for parameter in norm.parameters():
         parameter.data.normal_(generator=torch.Generator(device).manual_seed(1))
     x = torch.randn(1, 33, 48, generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()

@@ -28,7 +28,9 @@ def test_rows_of_a_product_do_not_know_each_other(N: int, K: int, dtype: torch.d
     bias_N = draw(N, device=device, dtype=dtype, seed=1)
     whole_MN = matmul(x_MK, weight_NK, bias_N, out_dtype=torch.float32)
     wanted_MN = x_MK.double() @ weight_NK.double().T + bias_N.double()
-    assert torch.allclose(whole_MN.double(), wanted_MN, rtol=1e-5, atol=1e-5 * K**0.5)
+    # Tensor cores cut their sums off after each step.
+    rounding = 1e-5 if dtype == torch.float32 else 1e-4
+    assert torch.allclose(whole_MN.double(), wanted_MN, rtol=1e-5, atol=rounding * K**0.5)
     rounded_MN = matmul(x_MK, weight_NK, bias_N, out_dtype=dtype)
     if device == "cuda" or dtype == torch.float32:
         assert torch.equal(rounded_MN, whole_MN.to(dtype)), "the output is rounded once"

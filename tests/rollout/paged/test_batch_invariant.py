@@ -142,6 +142,8 @@ def test_prompts_in_pieces_and_responses_that_gave_way(device: str, dtype: torch
     model = tiny("qwen3", device, dtype)
     lengths, most = ([70, 5], 4) if device == "cpu" else ([70, 5, 130, 64], 150)
     prompts = make_prompts(lengths)
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = [-1]  # all grow to their longest
     sampling = SamplingParams(temperature=1.3, max_response_tokens=most, seed=2)
     longest_blocks = -(-max(lengths) // 64) + -(-(most + 3) // 64)
     engine = engine_of(model, slots=3, cache_tokens=64 * (longest_blocks + 1), prefill_tokens=27)
