@@ -34,7 +34,8 @@ def attend_kernel(
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Strides come in units of UNIT elements, so that loads are known to be aligned. out [T, Hq, E] is contiguous."""
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    # int64: head * stride passes 2**31 once T * H * D does
+    tile, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1) * GROUP
     offs_m, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     offs_d, offs_e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
@@ -104,4 +105,4 @@ def attend_kernel(
     lse = highest * (1.0 if HAS_SOFTCAP else softmax_scale) + tl.log2(tl.where(has_key, total, 1.0)) * LN2
     out_ptrs = out_ptr + (row * num_heads + head)[:, None] * E + offs_e[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (offs_e < E)[None, :])
-    tl.store(lse_ptr + head.to(tl.int64) * num_rows + row, lse, mask=is_row)
+    tl.store(lse_ptr + head * num_rows + row, lse, mask=is_row)
