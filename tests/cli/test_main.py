@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 import ratoon
 from ratoon.attention import available_impls
 from ratoon.cli.main import main
-from ratoon.rollout.config import EngineName
 from ratoon.rollout.available import engine_statuses
+from ratoon.rollout.config import EngineName
 
 COMMANDS = ("train", "eval", "plan", "init", "data", "export", "doctor", "bench")
 
