@@ -84,6 +84,7 @@ NAMES = {
             "flash-fa3",
             "flash-fa2",
             "flex-triton",
+            "invariant",
             "flash-cpu",
             "reference",
         ),
