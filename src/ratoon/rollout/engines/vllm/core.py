@@ -19,7 +19,9 @@ from vllm.sampling_params import SamplingParams as VllmSampling  # pyright: igno
 
 from ratoon.rollout.engines.vllm.config import VllmConfig
 from ratoon.rollout.engines.vllm.requests import NewTokens
-from ratoon.rollout.engines.vllm.transfer import BACKEND, InProcessTransfer, register
+from ratoon.rollout.engines.vllm.session import UpdateSession
+from ratoon.rollout.engines.vllm.transfer import BACKEND, register
+from ratoon.rollout.engines.vllm.versions import installed_interfaces
 from ratoon.rollout.errors import RolloutError
 from ratoon.weight_sync import WeightSyncError, check_same_names, iter_buckets
 
@@ -45,6 +47,11 @@ class VllmCore:
         The random states and the thread settings of this process stay as they were, which vLLM changes otherwise.
         """
         register()
+        self._interfaces = installed_interfaces()
+        if not self._interfaces.has_head_dtype:
+            from ratoon.rollout.engines.vllm.head import register_head  # of a base class that later versions changed
+
+            register_head()
         self._is_cuda = model.device.type == "cuda"
         self._sleeps = config.sleep > 0 and self._is_cuda
         with tempfile.TemporaryDirectory(prefix="ratoon-vllm-") as folder, _as_it_was():
@@ -101,15 +108,14 @@ class VllmCore:
         Consumes a checkpoint, a bucket of at most `max_bytes` at a time. Raises WeightSyncError where vLLM refuses a
         tensor or lacks one; the core is then of no use until a later call succeeds.
         """
-        self._llm.start_weight_update()
+        session = UpdateSession(self._llm, self._interfaces)
+        session.open()
         try:
             for bucket in iter_buckets(weights.items(), max_bytes):
-                self._hand_over(bucket, version)
+                _hand_over(session, bucket, version)
         finally:
-            # Without it a failed session would leave layers without memory, and refuse the next one.
-            self._finish(version)
-        transfer = self._transfer
-        check_same_names([], transfer.missing, giver=f"version {version}", taker="the policy, beside what vLLM has,")
+            missing = session.close(version)
+        check_same_names([], missing, giver=f"version {version}", taker="the policy, beside what vLLM has,")
         self.forget_cache()
 
     def score(self, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -151,27 +157,16 @@ class VllmCore:
         if self._is_cuda:
             torch.cuda.empty_cache()
 
-    @property
-    def _transfer(self) -> InProcessTransfer:
-        (found,) = self._llm.collective_rpc(_transfer_of)
-        return found
 
-    def _hand_over(self, bucket: list[tuple[str, Tensor]], version: int) -> None:
-        try:
-            self._llm.update_weights({"update_info": {"weights": bucket}})
-        except Exception as error:
-            names = ", ".join(name for name, _ in bucket[:3])
-            raise WeightSyncError(
-                f"vLLM refused weights of version {version} (a bucket that begins with {names}): "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-    def _finish(self, version: int) -> None:
-        try:
-            self._llm.finish_weight_update(str(version))
-        except RuntimeError:
-            # A bucket that failed has closed the session, but not put the layers back together.
-            self._transfer.finish_weight_update()
+def _hand_over(session: UpdateSession, bucket: list[tuple[str, Tensor]], version: int) -> None:
+    try:
+        session.hand_over(bucket)
+    except Exception as error:
+        names = ", ".join(name for name, _ in bucket[:3])
+        raise WeightSyncError(
+            f"vLLM refused weights of version {version} (a bucket that begins with {names}): "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _new_tokens(output: Any) -> NewTokens:
@@ -183,10 +178,6 @@ def _new_tokens(output: Any) -> NewTokens:
         finish_reason=part.finish_reason,
         num_reused=output.num_cached_tokens or 0,
     )
-
-
-def _transfer_of(worker: Any) -> InProcessTransfer:
-    return worker.weight_transfer_engine
 
 
 def _arguments(

