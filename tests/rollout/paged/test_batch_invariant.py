@@ -35,6 +35,8 @@ RUNS = [
     pytest.param("cuda", torch.bfloat16, marks=ON_GPU),
 ]
 
+LONG_RUNS = [pytest.param("cpu", torch.float32, marks=pytest.mark.full), *RUNS[1:]]
+
 # Widths are multiples of 32: torch computes the last few numbers of a tensor one by one on a CPU, in other roundings.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -137,7 +139,7 @@ def test_engine_and_trainer_agree_bit_by_bit(name: str, device: str, dtype: torc
     assert not torch.equal(rollout_logprobs(before)[:5], rollout_logprobs(after)[:5])
 
 
-@pytest.mark.parametrize(("device", "dtype"), RUNS)
+@pytest.mark.parametrize(("device", "dtype"), LONG_RUNS)
 def test_prompts_in_pieces_and_responses_that_gave_way(device: str, dtype: torch.dtype):
     """Room for little more than one response, prompts read 27 tokens at a time, steps of three tokens."""
     model = tiny("qwen3", device, dtype)
@@ -210,6 +212,7 @@ def test_at_the_size_of_smollm2_and_at_another_concurrency(dtype: torch.dtype):
             assert a.rollout_logprobs.tobytes() == b.rollout_logprobs.tobytes()
 
 
+@pytest.mark.full
 def test_draws_do_not_depend_on_company():
     model = tiny("llama", "cpu", torch.float32)
     prompts = make_prompts([20, 3])
