@@ -8,23 +8,41 @@ from tests.rollout.tiny import byte_tokenizer, tiny_qwen3
 from ratoon.rollout import RolloutConfig, build_engine
 from ratoon.rollout.engines.vllm import versions
 from ratoon.rollout.engines.vllm.refusals import check_settings
-from ratoon.rollout.engines.vllm.versions import TESTED, judge
+from ratoon.rollout.engines.vllm.versions import RUN, TESTED, Interfaces, interfaces_of, judge
 from ratoon.types import UserError
 
 
-def test_the_tested_version_passes_in_silence():
-    assert judge(f"{TESTED}.0") is None and judge(f"{TESTED}.7+cpu") is None
+@pytest.mark.parametrize("minor", RUN)
+def test_a_version_that_was_run_passes_in_silence(minor: str):
+    assert judge(f"{minor}.0") is None and judge(f"{minor}.7+cpu") is None
 
 
-@pytest.mark.parametrize("version", ["0.20.0", "0.26.0", "0.33.0", "0.33.0rc1", "dev"])
+@pytest.mark.parametrize("version", ["0.23.0", "0.25.1", "0.33.0", "0.33.0rc1", "dev"])
 def test_a_known_version_that_was_not_run_is_warned_of(version: str):
     assert TESTED in str(judge(version))
 
 
-@pytest.mark.parametrize("version", ["0.19.1", "0.34.0", "1.0"])
+@pytest.mark.parametrize("version", ["0.19.1", "0.22.1", "0.34.0", "1.0"])
 def test_an_unknown_version_is_refused(version: str):
-    with pytest.raises(UserError, match=rf"0\.20 to below 0\.34 and was tested with {TESTED}; {version}"):
+    with pytest.raises(
+        UserError, match=rf"0\.23 to below 0\.34, .* tested with {TESTED}; {version} is installed\. Inst"
+    ):
         judge(version)
+
+
+@pytest.mark.parametrize(
+    ("version", "has_head_dtype", "names_versions"),
+    [
+        ("0.24.0", False, False),
+        ("0.25.1", False, False),
+        ("0.26.0", True, False),
+        ("0.27.0rc2", True, True),
+        ("0.32.0+cpu", True, True),
+        ("dev", True, True),
+    ],
+)
+def test_interfaces_follow_the_version(version: str, has_head_dtype: bool, names_versions: bool):
+    assert interfaces_of(version) == Interfaces(has_head_dtype=has_head_dtype, names_versions=names_versions)
 
 
 def test_without_vllm_the_recipe_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch):
