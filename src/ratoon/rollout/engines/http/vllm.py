@@ -1,6 +1,8 @@
 """vLLM's server: `/v1/completions` for tokens, and the endpoints of `VLLM_SERVER_DEV_MODE=1` for all else.
 
 Read in vllm 0.32.0: `entrypoints/openai/completion`, `entrypoints/rl/online/api_router.py`, `entrypoints/serve/dev`.
+The routers of the others of `TESTED_VLLM` take and give the same, but that `/update_weight_version` begins with 0.27,
+and that `/reset_prefix_cache` says nothing of its success before 0.26.
 `/pause` ends every response by default (`mode=abort`) and holds back those that come later until `/resume`.
 """
 
@@ -25,7 +27,7 @@ from ratoon.rollout.errors import RolloutError
 from ratoon.types import UserError
 
 TESTED_VLLM = ">=0.20,<0.34"
-"""Versions whose endpoints are those used here: run with 0.32.0, the others by their sources."""
+"""Versions whose endpoints are those used here: run with 0.32.0, each other minor version compared in its sources."""
 
 _FIRST_VERSION, _FIRST_UNKNOWN = (0, 20), (0, 34)
 _STREAM_INTERVAL = 8
@@ -134,7 +136,7 @@ class VllmServer:
         try:
             await self._transport.post("/update_weight_version", {"new_version": str(version)})
         except RefusedError as error:
-            if error.status != 404:  # older ones keep no name
+            if error.status != 404:  # those before 0.27 keep no name
                 raise
 
     def _body(self, request: ResponseRequest) -> dict[str, Any]:

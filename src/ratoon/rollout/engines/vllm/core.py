@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 from vllm import LLM  # pyright: ignore[reportMissingImports]
+from vllm import __version__ as vllm_version  # pyright: ignore[reportMissingImports]
 from vllm.config import WeightTransferConfig  # pyright: ignore[reportMissingImports]
 from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 from vllm.sampling_params import SamplingParams as VllmSampling  # pyright: ignore[reportMissingImports]
@@ -21,7 +22,7 @@ from ratoon.rollout.engines.vllm.config import VllmConfig
 from ratoon.rollout.engines.vllm.requests import NewTokens
 from ratoon.rollout.engines.vllm.session import UpdateSession
 from ratoon.rollout.engines.vllm.transfer import BACKEND, register
-from ratoon.rollout.engines.vllm.versions import installed_interfaces
+from ratoon.rollout.engines.vllm.versions import interfaces_of
 from ratoon.rollout.errors import RolloutError
 from ratoon.weight_sync import WeightSyncError, check_same_names, iter_buckets
 
@@ -47,7 +48,7 @@ class VllmCore:
         The random states and the thread settings of this process stay as they were, which vLLM changes otherwise.
         """
         register()
-        self._interfaces = installed_interfaces()
+        self._interfaces = interfaces_of(vllm_version)
         if not self._interfaces.has_head_dtype:
             from ratoon.rollout.engines.vllm.head import register_head  # of a base class that later versions changed
 

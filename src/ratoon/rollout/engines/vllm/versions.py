@@ -34,13 +34,8 @@ class Interfaces:
     """`finish_weight_update` takes a name for the weights that it ends with."""
 
 
-def installed_interfaces() -> Interfaces:
-    """Of the version that `check_vllm` finds. Imports nothing."""
-    return interfaces_of(_installed() or "unknown")
-
-
 def interfaces_of(found: str) -> Interfaces:
-    """Those of the newest version where `found` is none."""
+    """found: `vllm.__version__`. Where that is none ("dev"), those of the newest."""
     try:
         base = Version(Version(found).base_version)
     except InvalidVersion:
