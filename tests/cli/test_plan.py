@@ -262,7 +262,7 @@ def test_plans_for_this_machine_say_so(plan: Plan):
 def test_gpu_memory_is_a_number_of_gib(plan: Plan, wrong: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         plan(f"--gpu-memory-gib={wrong}")
-    assert "must be a number of GiB" in capsys.readouterr().err
+    assert "must be a number of GiB, above 0 and up to 65,536" in capsys.readouterr().err
 
 
 def test_gpu_memory_of_a_cpu_is_refused(plan: Plan):
@@ -307,6 +307,10 @@ def test_run_folder_that_train_would_resume_or_refuse(plan: Plan, folder: Path, 
     assert "changed: trainer.learning_rate" in err
     assert err.count("\n") == 1
     assert files_of(folder / "runs") == before
+    # More than one thing to mend: each is a sentence of the one paragraph.
+    err = plan("--trainer.learning_rate=1e-4", "--rollout.engine=vllm-server")[2]
+    assert "(the old run is set aside). Also: " in err and "rollout.server" in err
+    assert err.count("\n") == 1
 
 
 def test_model_folder_is_planned_without_its_weights(plan: Plan, folder: Path):

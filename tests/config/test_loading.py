@@ -1,6 +1,7 @@
 """A wrong recipe names file, key, value and what is allowed, and never shows a traceback."""
 
 from pathlib import Path
+from typing import Literal, get_origin
 
 import pytest
 from hypothesis import given
@@ -82,6 +83,22 @@ def test_a_choice_that_there_is_not_names_the_choices_once(tmp_path: Path):
     ) as raised:
         load_recipe(write(tmp_path, GOOD), ["--algorithm.name=ppo"])
     assert str(raised.value).count("'dr-grpo'") == 1
+
+
+def test_every_key_of_choices_says_that_there_is_no_such_choice(tmp_path: Path):
+    """A union of choices would be answered in pydantic's words, once for each of its members."""
+    chosen = [
+        f"{section}.{name}"
+        for section, model in sections().items()
+        for name, field in model.model_fields.items()
+        if get_origin(field.annotation) is Literal
+    ]
+    assert {"rollout.engine", "model.dtype", "trainer.device"} <= set(chosen)
+    for key in chosen:
+        with pytest.raises(UserError) as raised:
+            load_recipe(write(tmp_path, GOOD), [f"--{key}=nonsense"])
+        assert f"{key} = 'nonsense': there is no such choice. Allowed: " in str(raised.value)
+        assert "input should be" not in str(raised.value)
 
 
 def test_each_name_of_another_library_leads_to_one_key_of_ours():

@@ -70,7 +70,7 @@ def _run(known: argparse.Namespace, overrides: Sequence[str]) -> int:
     problems = found.problems()
     if problems:
         sys.stdout.flush()
-        complain("plan", " ".join(problems))
+        complain("plan", ". Also: ".join(problems))
     return 2 if problems else 0
 
 
@@ -86,7 +86,9 @@ def _gib(text: str) -> float:
     except ValueError:
         gib = 0.0
     if not 0 < gib <= _MOST_GIB:
-        raise argparse.ArgumentTypeError(f"must be a number of GiB above 0, such as 80, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be a number of GiB, above 0 and up to {_MOST_GIB:,}, such as 80, got {text!r}"
+        )
     return gib
 
 

@@ -21,7 +21,7 @@ class RolloutConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    engine: EngineName | Literal["auto"] = "auto"
+    engine: Literal[EngineName, "auto"] = "auto"
     """`"transformers"` and `"paged"` generate in this process, on the trainer's own weights: by transformers'
     continuous batching, or response by response over a paged cache, in CUDA graphs where there is a GPU. `"vllm"`
     generates in this process too, on a copy of them (`[rollout.vllm]`); `"vllm-server"` and `"sglang-server"` on the
