@@ -54,6 +54,20 @@ def test_what_vllm_takes_of_the_machine_may_change_and_what_it_draws_may_not(tmp
         open_run_folder(other, fresh=False)
 
 
+def test_engines_that_draw_the_same_may_change_and_others_may_not(tmp_path: Path):
+    """A run of a recipe that named no engine goes on where `auto` is another: on a GPU, or in a later version."""
+    write_tiny_recipe(tmp_path)
+
+    def follows(engine: str) -> None:
+        with open_run_folder(load_recipe(tmp_path / "recipe.toml", [f"--rollout.engine={engine}"]), fresh=False):
+            pass
+
+    for engine in ("transformers", "auto", "paged", "transformers"):
+        follows(engine)
+    with pytest.raises(UserError, match=r"changed: rollout\.engine\."):
+        follows("vllm")
+
+
 def test_stored_recipe_is_the_resolved_one(recipe: Recipe):
     with open_run_folder(recipe, fresh=False) as folder:
         assert load_recipe(folder.path / "recipe.toml") == recipe

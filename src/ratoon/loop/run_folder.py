@@ -43,6 +43,9 @@ _MAY_CHANGE = (
     "reward.max_memory_gb",
 )
 
+_IN_PROCESS = frozenset({"auto", "transformers", "paged"})
+"""Engines that draw the same from the same weights, rounding apart; `auto` follows the device, which may change."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
@@ -209,7 +212,10 @@ def check_same_run(recipe: Recipe, path: Path, named: Path) -> None:
             f"run folder {named} holds a run whose recipe this version cannot read ({error}). "
             "Give this run another name with --run.name=NAME, or start anew with --fresh (the old run is set aside)"
         ) from None
-    changed = [key for key in changed_keys(stored, recipe) if not key.startswith(_MAY_CHANGE)]
+    may_change = _MAY_CHANGE
+    if {stored.rollout.engine, recipe.rollout.engine} <= _IN_PROCESS:
+        may_change = (*may_change, "rollout.engine")
+    changed = [key for key in changed_keys(stored, recipe) if not key.startswith(may_change)]
     if changed:
         raise UserError(
             f"run folder {named} holds a run of another recipe; changed: {', '.join(changed)}. "
