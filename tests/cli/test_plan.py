@@ -143,6 +143,34 @@ def test_recipe_of_another_machine_is_planned_all_the_same(plan: Plan):
     assert "depends on the GPU" in out
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU can run it")
+@pytest.mark.parametrize(
+    "planned", [("--trainer.device=cuda",), ("--trainer.device=auto", "--gpus=2", "--gpu-memory-gib=80")]
+)
+def test_what_runs_on_gpus_only_is_planned_for_those_of_another_machine(plan: Plan, planned: tuple[str, ...]):
+    """That this machine has none is a warning; what would be refused there too still is."""
+    for key in ("--model.batch_invariant=true", "--model.attention=flex"):
+        status, out, err = plan(*planned, key)
+        assert (status, err) == (0, "")
+        assert "this machine cannot run it" in out
+    status, _, err = plan(*planned, "--model.batch_invariant=true", "--rollout.top_p=0.9")
+    assert status == 2 and "rollout.top_p" in err
+
+
+def test_a_batch_invariant_model_has_its_own_attention(plan: Plan, monkeypatch: pytest.MonkeyPatch):
+    """And not the one that `auto` takes of others."""
+    asked: list[str] = []
+
+    def note(_: object, name: str) -> SimpleNamespace:
+        asked.append(name)
+        return SimpleNamespace(kernels="kernels", reason="reason")
+
+    monkeypatch.setattr("ratoon.loop.dry_run.resolve_impl", note)
+    monkeypatch.setattr("ratoon.loop.dry_run._device", lambda *_, **__: ("cuda", True))
+    plan("--trainer.device=cuda", "--model.batch_invariant=true", "--gpu-memory-gib=80")
+    assert asked == ["invariant"]
+
+
 def test_memory_and_disk_that_do_not_suffice(plan: Plan, monkeypatch: pytest.MonkeyPatch):
     """With "auto" train refuses; a mode that the recipe insists on is warned of. A full disk is refused too."""
     small = DeviceMemory.of_total("cpu", 1000)

@@ -20,6 +20,7 @@ from ratoon.loop.run_memory import RunMemory, left_by_engine
 from ratoon.loop.run_state import RunState, peek_run_folder
 from ratoon.metrics.sinks import check_sinks
 from ratoon.models import ModelPreview, preview_model
+from ratoon.models.invariant import IMPL as INVARIANT
 from ratoon.models.load import DTYPES
 from ratoon.models.outline import ModelOutline, outline_model
 from ratoon.planner import CostModel, GroupShape, StepPlan, plan_shapes
@@ -111,7 +112,7 @@ class DryRun:
         """What `ratoon train` would refuse, though it can be planned for."""
         found = [self.run.problem] if self.run.problem else []
         try:
-            check_rollout(self.recipe, is_evaluated=self.recipe.data.num_heldout > 0)
+            check_rollout(self.recipe, is_evaluated=self.recipe.data.num_heldout > 0, has_device=self.is_device_here)
         except UserError as error:
             found.append(str(error))
         if self.device is not None:
@@ -149,7 +150,9 @@ def dry_run(
     Raises UserError as `ratoon train` does for whatever is wrong in them, but for a device or a run folder that
     cannot be used: those are part of the answer.
     """
-    check_attention(recipe.model.attention)
+    device_type, is_here = _device(recipe.trainer.device, on_gpus=on_gpus or gpu_memory_gib is not None)
+    if is_here:
+        check_attention(recipe.model.attention)
     check_sinks(recipe.logging)
     check_waits(recipe, num_ranks)
     mesh = MeshShape.of(recipe, num_ranks)
@@ -157,7 +160,6 @@ def dry_run(
     with load_inputs(recipe, recipe_dir) as inputs:
         prompts = inputs.prompts
     longest = prompts.report.lengths.maximum + recipe.rollout.max_response_tokens
-    device_type, is_here = _device(recipe.trainer.device, on_gpus=on_gpus or gpu_memory_gib is not None)
     if gpu_memory_gib is not None and device_type != "cuda":
         raise UserError('--gpu-memory-gib is of GPUs, and trainer.device = "cpu"; leave one of them out')
     outline = outline_model(recipe.model, device_type=device_type, longest_sequence=longest)
@@ -173,7 +175,7 @@ def dry_run(
         outline=outline,
         device_type=device_type,
         is_device_here=is_here,
-        attention=tuple(_attention(recipe, outline, is_here)),
+        attention=tuple(_attention(recipe, outline, device_type, is_here)),
         steps=steps,
         longest_sequence=longest,
         mesh=mesh,
@@ -210,14 +212,18 @@ def _device_memory(
     return left_by_engine(DeviceMemory.here(torch.device(device_type)).shared_by(num_ranks), recipe)
 
 
-def _attention(recipe: Recipe, outline: ModelOutline, is_here: bool) -> Iterator[AttentionForecast]:
+def _attention(
+    recipe: Recipe, outline: ModelOutline, device_type: DeviceType, is_here: bool
+) -> Iterator[AttentionForecast]:
+    # On a CPU it is refused (`DryRun.problems`).
+    named = INVARIANT if recipe.model.batch_invariant and device_type == "cuda" else recipe.model.attention
     for kind in outline.layers:
         if not is_here:
             reason = "depends on the GPU, and this machine has none to ask; `ratoon doctor` there says what it takes"
             yield AttentionForecast(num_layers=kind.num_layers, window=kind.window, impl=None, reason=reason)
             continue
         try:
-            choice = resolve_impl(kind.request, recipe.model.attention)
+            choice = resolve_impl(kind.request, named)
         except ValueError as error:
             raise UserError(f"{outline.model_type} cannot be trained on shared prompts: {error}") from None
         yield AttentionForecast(

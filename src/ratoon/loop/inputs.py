@@ -146,13 +146,15 @@ def check_attention(impl: AttentionImpl) -> None:
     )
 
 
-def check_rollout(recipe: Recipe, *, is_evaluated: bool) -> None:
+def check_rollout(recipe: Recipe, *, is_evaluated: bool, has_device: bool = True) -> None:
     """Raises UserError where the recipe's rollout engine cannot work here, or not as the recipe has it.
 
-    is_evaluated: it also draws the answers of evaluations.
+    is_evaluated: it also draws the answers of evaluations. has_device: False where the recipe is for a GPU of another
+    machine.
     """
     if recipe.model.batch_invariant:
-        check_machine(resolve_device(recipe.trainer.device))
+        if has_device:
+            check_machine(resolve_device(recipe.trainer.device))
         check_batch_invariant(recipe.rollout)
         if recipe.trainer.sequence_parallel > 1:
             raise UserError(
