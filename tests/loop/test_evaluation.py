@@ -115,6 +115,14 @@ def test_ten_of_ten_right_answers_leave_room_for_a_wrong_one():
     assert halves.reward_interval == pytest.approx((-0.9821 / 2, -0.5958 / 2), abs=1e-4)
 
 
+@pytest.mark.parametrize("bound", [0.1 + 0.2, 0.3])
+def test_rewards_that_miss_a_bound_by_rounding_are_at_it(bound: float):
+    """A weighted sum of components, and the sum of their bounds: Python adds those up more exactly from 3.12 on."""
+    for seen in (0.1 + 0.2, 0.3):
+        found = measure(scored(*[[seen]] * 10), group_size=1, pass_threshold=1, reward_bounds=(0, bound))
+        assert found.reward_interval == pytest.approx((0.7225 * 0.3, 0.3), abs=1e-4)
+
+
 def test_an_interval_ends_at_the_bounds_that_are_known():
     high_ones = scored([1.0], [0.9], [1.0], [0.5])
     free = measure(high_ones, group_size=1, pass_threshold=1).reward_interval

@@ -22,7 +22,7 @@ ScoreFn = Callable[[Sequence[RolloutGroup]], Awaitable[Sequence[RolloutGroup]]]
 """Groups to the same groups with rewards. Responses whose reward failed may be missing, and whole groups too."""
 
 _ROUNDING = 1e-9
-"""Added to a reward before it is held against the threshold: 0.1 + 0.2 + 0.7 passes 1."""
+"""By which a reward may miss the threshold, or its bounds, and be taken for them: 0.1 + 0.2 + 0.7 passes 1."""
 
 _Z = 1.959964
 """Of a two-sided 95 % interval of the normal distribution."""
@@ -200,10 +200,10 @@ def reward_interval(
     means_Q = np.asarray([rewards_N.mean() for rewards_N in rewards])
     all_rewards = np.concatenate(rewards)
     mean, half = float(means_Q.mean()), _Z * standard_error
-    if bounds is None or all_rewards.min() < bounds[0] or all_rewards.max() > bounds[1]:
+    if bounds is None or all_rewards.min() < bounds[0] - _ROUNDING or all_rewards.max() > bounds[1] + _ROUNDING:
         return mean - half, mean + half
     least, greatest = bounds
-    if least < greatest and np.isin(all_rewards, bounds).all():
+    if least < greatest and (np.abs(np.subtract.outer(all_rewards, bounds)) <= _ROUNDING).any(axis=1).all():
         most = max(rewards_N.size for rewards_N in rewards)
         rates_Q = ((means_Q - least) / (greatest - least)).clip(0, 1)
         low, high = pass_interval(rates_Q.tolist(), max_draws_per_prompt=most)
