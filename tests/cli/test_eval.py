@@ -80,6 +80,13 @@ def test_page_for_people(run: Path, evaluate: Eval):
         assert words in out
 
 
+def test_one_prompt_has_no_error_to_tell_of(run: Path, evaluate: Eval):
+    status, out, err = evaluate(run, "--limit", 1)
+    assert status == 0, err
+    assert "1 prompt, " in out and "mean reward" in out
+    assert "nan" not in out
+
+
 def test_other_data_and_every_response_written(run: Path, evaluate: Eval, trained: Path, tmp_path: Path):
     rows = [json.dumps({"prompt": word, "answer": "a"}) for word in ("ab", "cd", "ef", "gh")]
     (tmp_path / "other.jsonl").write_text("\n".join(rows) + "\n")

@@ -277,15 +277,13 @@ def _lines(found: "Evaluation", recipe: Recipe, source: str) -> list[str]:
     config = recipe.evaluation
     low, high = found.reward_interval
     sampling = config.sampling_params(recipe.rollout.sampling_params(recipe.run.seed))
+    prompts = "1 prompt" if found.num_prompts == 1 else f"{found.num_prompts:,} prompts"
     answers = "1 answer" if config.group_size == 1 else f"{config.group_size} answers"
     drawn = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
     rows = [
-        ("data", f"{source}: {found.num_prompts:,} prompts, {answers} each"),
+        ("data", f"{source}: {prompts}, {answers} each"),
         ("sampling", f"{drawn}, up to {sampling.max_response_tokens:,} tokens, seed {sampling.seed}"),
-        (
-            "mean reward",
-            f"{found.reward_mean:.3f} ± {found.reward_standard_error:.3f}  (95 %: {low:.3f} to {high:.3f})",
-        ),
+        ("mean reward", found.reward_in_words + ("" if math.isnan(low) else f"  (95 %: {low:.3f} to {high:.3f})")),
     ]
     for rate in found.pass_rates:
         few = "" if rate.num_prompts == found.num_prompts else f", {rate.num_prompts:,} prompts"

@@ -74,6 +74,12 @@ class Evaluation:
     reward_interval: tuple[float, float]
     """95 % confidence interval of the mean (`reward_interval`)."""
 
+    @property
+    def reward_in_words(self) -> str:
+        """The mean and its standard error, which one prompt does not have."""
+        error = self.reward_standard_error
+        return f"{self.reward_mean:.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}")
+
     def metrics(self) -> dict[str, MetricValue]:
         """One flat row for metrics.jsonl: pass rates as `pass_at_K`, `pass_at_K_low` and `pass_at_K_high`."""
         row: dict[str, MetricValue] = {

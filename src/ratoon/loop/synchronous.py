@@ -290,8 +290,8 @@ class SynchronousRun:
 
             on_main(self.data_parallel, "report of an evaluation", log)
             self.view.say(
-                f"held-out reward after {self.num_steps_done} steps: {found.reward_mean:.3f} "
-                f"± {found.reward_standard_error:.3f} ({found.num_responses} responses)"
+                f"held-out reward after {self.num_steps_done} steps: {found.reward_in_words} "
+                f"({found.num_responses} responses)"
             )
         return found
 
