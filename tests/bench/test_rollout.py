@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from ratoon.bench.rollout import CASES
 from ratoon.cli.main import main
+from ratoon.models import attach
 from ratoon.rollout.engines.drawing import draw_tokens as right_draw
 from ratoon.rollout.engines.paged import batch
+from ratoon.types import UserError
 
 torch.set_num_threads(1)
 TINY = ["bench", "rollout", "--cases", "tiny", "--repeats", "1"]
@@ -56,6 +59,35 @@ def test_a_wrong_engine_gets_no_speed(
     assert not results.exists()
     out = capsys.readouterr().out
     assert "WRONG, no speed is reported: log-probs out by" in out and where in out
+
+
+@pytest.mark.parametrize(("of_machine", "of_model", "status"), [("no GPU", None, 0), (None, "bits differ", 1)])
+def test_an_engine_without_a_model_leaves_the_others_their_turn(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    of_machine: str | None,
+    of_model: str | None,
+    status: int,
+):
+    """Where its kernels cannot run it is not run; where its model fails the check, that is a failure."""
+
+    def refuse(reason: str | None) -> None:
+        if reason is not None:
+            raise UserError(reason)
+
+    def attached(model: PreTrainedModel, *, batch_invariant: bool = False) -> PreTrainedModel:
+        if batch_invariant:
+            refuse(of_model)
+        return attach(model)
+
+    monkeypatch.setattr("ratoon.bench.rollout.check_machine", lambda _: refuse(of_machine))
+    monkeypatch.setattr("ratoon.bench.rollout.attach", attached)
+    arguments = ["--impls", "paged-invariant,paged", "--ways", "shared", "--peers", "none"]
+    assert main([*TINY, *arguments]) == status
+    lines = capsys.readouterr().out.splitlines()
+    told = next(line for line in lines if line.startswith("  paged-invariant "))
+    assert ("not run" if status == 0 else "failed") in told and (of_machine or of_model or "") in told
+    assert any(line.startswith("  paged shared ") and "tokens/s" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -27,14 +27,15 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ratoon.bench import choosing
-from ratoon.bench.outcome import Outcome, WrongResultError, free_memory
+from ratoon.bench.outcome import CannotRunError, Outcome, WrongResultError, free_memory
 from ratoon.bench.policy_update import cases as update_cases
 from ratoon.bench.policy_update.random_model import decoder_config
 from ratoon.bench.rows import BenchRow, append_rows
 from ratoon.layout import pack_groups
 from ratoon.models import FreshModelConfig, attach, forward_logprobs, fresh_tokenizer
+from ratoon.models.invariant import check_machine
 from ratoon.rollout import RolloutConfig, RolloutEngine, build_engine
-from ratoon.types import Prompt, RolloutGroup, SamplingParams
+from ratoon.types import Prompt, RolloutGroup, SamplingParams, UserError
 
 Way = Literal["shared", "replicated", "natural", "updates"]
 
@@ -164,7 +165,12 @@ def bench_rollout(
         model = _build_model(case, device)
         exact = _in_twice_the_precision(case, model)
         for name in engines:
-            its_own = _build_model(case, device, batch_invariant=True) if name == INVARIANT else model
+            its_own = model if name != INVARIANT else None
+            if its_own is None:
+                with outcome.noting(case.name, name, say, is_ours=True, width=_LABEL_WIDTH):
+                    its_own = _build_invariant(case, device)
+            if its_own is None:
+                continue
             run = _EngineRun(case=case, model=its_own, exact=exact, engine_name=name, repeats=repeats, command=command)
             for way in in_ways:
                 label = f"{name} {way}"
@@ -189,6 +195,15 @@ def _build_model(case: RolloutCase, device: torch.device, *, batch_invariant: bo
         torch.manual_seed(_SEED)
         model = AutoModelForCausalLM.from_config(case.config(), dtype=dtype)
         return attach(model, batch_invariant=batch_invariant).eval()
+
+
+def _build_invariant(case: RolloutCase, device: torch.device) -> PreTrainedModel:
+    """Raises CannotRunError where its kernels cannot run."""
+    try:
+        check_machine(device)
+    except UserError as error:
+        raise CannotRunError(str(error)) from error
+    return _build_model(case, device, batch_invariant=True)
 
 
 def _in_twice_the_precision(case: RolloutCase, model: PreTrainedModel) -> PreTrainedModel:
