@@ -27,8 +27,8 @@ from ratoon.rollout.errors import RolloutError
 from ratoon.types import UserError
 
 TESTED_VLLM = ">=0.20,<0.34"
-"""Versions whose endpoints are those used here: run with 0.24.0, 0.26.0 and 0.32.0, each other minor version compared in
-its sources."""
+"""Versions whose endpoints are those used here: run with 0.24.0, 0.26.0 and 0.32.0, each other minor version compared
+in its sources."""
 
 _FIRST_VERSION, _FIRST_UNKNOWN = (0, 20), (0, 34)
 _STREAM_INTERVAL = 8
