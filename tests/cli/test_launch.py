@@ -43,6 +43,10 @@ if word == "lose":  # another rank, of which it hears after half a second at mos
     time.sleep(0.2)
     assert leave_to_launcher(f"rank {rank} lost\\nanother one")
     sys.exit(1)
+if word == "flood":
+    from ratoon.cli.launch import leave_to_launcher
+    handed_over = [leave_to_launcher("x" * 4000) for _ in range(40)]
+    sys.exit(handed_over[0] is False or handed_over[-1] is True)
 if word == "fail":
     time.sleep(0.6)
     print("its own cause", file=sys.stderr)
@@ -139,6 +143,10 @@ def test_of_one_cause_one_paragraph_is_told(
     assert run(*words) == 1
     error = capfd.readouterr().err
     assert error.count("\n") == 1 and error.startswith(told), error
+
+
+def test_where_many_have_spoken_the_next_rank_speaks_for_itself_and_does_not_wait(worker: Path):
+    assert run("flood", "0") == 0
 
 
 def test_a_rank_of_another_launcher_speaks_for_itself():

@@ -85,6 +85,7 @@ def run_ranks(program: Sequence[str], count: int) -> int:
     process, however it ends.
     """
     read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)  # where many ranks have filled it, the next one speaks for itself
     start = _environment(count) | {_HELD_FD: str(write_fd)}
     try:
         ranks = [
