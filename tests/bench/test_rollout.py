@@ -3,16 +3,18 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from ratoon.bench import rollout
 from ratoon.bench.rollout import CASES
 from ratoon.cli.main import main
 from ratoon.models import attach
 from ratoon.rollout.engines.drawing import draw_tokens as right_draw
 from ratoon.rollout.engines.paged import batch
-from ratoon.types import UserError
+from ratoon.types import Prompt, Response, RolloutGroup, UserError
 
 torch.set_num_threads(1)
 TINY = ["bench", "rollout", "--cases", "tiny", "--repeats", "1"]
@@ -33,6 +35,18 @@ def test_rows_have_the_names_of_the_design(tmp_path: Path):
         assert (row["num_tokens"] == 12 * case.R) == (row["way"] != "natural")
         assert (row["num_updates"] > 0) == (row["way"] == "updates")
         assert 0 < row["mean_abs_logprob_gap"] < 1e-5 and row["first_tokens_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "indices"), [(1, [0, 6]), (60, [0, 3, 6]), (10_000, list(range(7)))], ids=["two", "some", "all"]
+)
+def test_first_and_last_groups_are_scored(monkeypatch: pytest.MonkeyPatch, max_rows: int, indices: list[int]):
+    monkeypatch.setattr(rollout, "_SCORED_ROWS", max_rows)
+    token = np.zeros(1, np.int64)
+    groups = [
+        RolloutGroup(Prompt(f"{number}", token.repeat(9)), (Response(token.repeat(6)),) * 2) for number in range(7)
+    ]
+    assert [int(group.prompt.id) for group in rollout._scored(groups)] == indices
 
 
 @pytest.mark.parametrize(

@@ -347,13 +347,8 @@ class _EngineRun:
         return list(await asyncio.gather(*calls))
 
     def _logprob_gaps(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Of the first groups, up to a number of rows. Raises WrongResultError where the engine is less exact than the
-        trainer."""
-        scored: list[RolloutGroup] = []
-        for group in groups:
-            scored.append(group)
-            if sum(g.prompt.num_tokens + sum(g.response_lengths) for g in scored) >= _SCORED_ROWS:
-                break
+        """Raises WrongResultError where the engine is less exact than the trainer."""
+        scored = _scored(groups)
         packed = pack_groups(scored)
         with torch.no_grad():
             trainer_M, exact_M = (
@@ -386,6 +381,13 @@ class _EngineRun:
             "mean_abs_logprob_error": engine,
             "trainer_mean_abs_logprob_error": trainer,
         }
+
+
+def _scored(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """About `_SCORED_ROWS` rows of them, from the first to the last: those give way where blocks run out."""
+    num_rows = sum(group.prompt.num_tokens + sum(group.response_lengths) for group in groups)
+    num_groups = min(len(groups), max(2, -(-_SCORED_ROWS * len(groups) // num_rows)))
+    return [groups[index] for index in np.linspace(0, len(groups) - 1, num_groups).round().astype(int)]
 
 
 def _check_complete(groups: Sequence[RolloutGroup], case: RolloutCase, way: Way) -> None:
