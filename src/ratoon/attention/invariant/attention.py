@@ -18,6 +18,7 @@ from ratoon.attention.kernel import Scoring
 from ratoon.attention.plan import AttentionPlan
 from ratoon.attention.triton.attention import backward as backward
 from ratoon.attention.triton.descriptors import padded_head_dim
+from ratoon.attention.triton.scores import needs_upcast
 
 _NO_WINDOW = 1 << 30
 """More than any position: windows are not specialised on, so that layers without one run the same code."""
@@ -93,7 +94,7 @@ def attend_tiles(
         T, _NO_WINDOW if window is None else window, scoring.softmax_scale, scoring.softcap or 1.0,
         D=D, E=E, GROUP=group, UNIT=unit, BLOCK_TOKENS=BLOCK_TOKENS,
         BLOCK_M=sizes.rows, BLOCK_N=sizes.keys, BLOCK_D=padded_head_dim(D), BLOCK_E=padded_head_dim(E),
-        HAS_SINKS=sinks_H is not None, HAS_SOFTCAP=scoring.softcap is not None, UPCAST=_upcast(q_THD),
+        HAS_SINKS=sinks_H is not None, HAS_SOFTCAP=scoring.softcap is not None, UPCAST=needs_upcast(q_THD),
         num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
     return out_THE, lse_HT
@@ -118,8 +119,3 @@ def _is_in_units(x: Tensor, unit: int) -> bool:
     """Strides are multiples of `unit`, and the first element is at an aligned address."""
     is_aligned = x.data_ptr() % ALIGNMENT_BYTES == 0 and x.stride(-1) == 1
     return is_aligned and all(stride % unit == 0 for stride in x.stride()[:-1])
-
-
-def _upcast(tensor: Tensor) -> bool:
-    """The interpreter multiplies the bit patterns of bf16 numbers."""
-    return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"

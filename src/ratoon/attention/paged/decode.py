@@ -14,6 +14,7 @@ from ratoon.attention.kernel import Scoring
 from ratoon.attention.paged.kernels import join_kernel, walk_kernel, write_kernel
 from ratoon.attention.paged.reads import ITEM_FIELDS, PagedReads, ReadSizes
 from ratoon.attention.triton.descriptors import padded_head_dim
+from ratoon.attention.triton.scores import needs_upcast
 
 SPLIT_KEYS = 512
 """Keys of one item: few enough that a lone long prompt keeps the GPU busy, many enough that sums are joined rarely."""
@@ -126,7 +127,6 @@ def decode(
     num_slots = reads.room.slots
     part_out = q_BHD.new_empty(B, Hq, num_slots, E, dtype=torch.float32)
     part_lse = q_BHD.new_empty(B, Hq, num_slots, dtype=torch.float32)
-    upcast = q_BHD.device.type == "cpu" and q_BHD.dtype == torch.bfloat16
     shared_programs, own_programs = (min(num_programs, x) for x in (reads.room.shared_items, reads.room.own_items))
     walk_kernel[(Hkv, shared_programs + own_programs)](
         q_BHD, k_cache_FHND, v_cache_FHNE, part_out, part_lse,
@@ -136,7 +136,7 @@ def decode(
         D=D, E=E, NUM_KV_HEADS=Hkv, GROUP=group, NUM_SLOTS=num_slots, BLOCK_TOKENS=reads.block_tokens,
         SPLIT_KEYS=reads.split_keys, SHARED_ROWS=max(SHARED_ROWS, _rows(group)), OWN_ROWS=_rows(group),
         BLOCK_D=padded_head_dim(D), BLOCK_E=padded_head_dim(E), HAS_SOFTCAP=scoring.softcap is not None,
-        HAS_WINDOW=window is not None, UPCAST=upcast, num_warps=WALK_WARPS,
+        HAS_WINDOW=window is not None, UPCAST=needs_upcast(q_BHD), num_warps=WALK_WARPS,
         num_stages=_stages(max(D, E) * q_BHD.element_size()),
     )  # fmt: skip
     out_BHE = q_BHD.new_empty(B, Hq, E)

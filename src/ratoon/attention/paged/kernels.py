@@ -77,12 +77,13 @@ def _walk(
     head = kv_head * GROUP + offs_m % GROUP  # [M]
     factor = 1.0 if HAS_SOFTCAP else softmax_scale
     for item in range(program, tl.load(num_items_ptr), num_programs):
-        fields = items_ptr + item * 7
+        fields = items_ptr + item * 6
         first_member, num_members = tl.load(fields), tl.load(fields + 1)
         table, first_key = tl.load(fields + 2), tl.load(fields + 3)
-        length = tl.load(lengths_ptr + tl.load(fields + 4))
-        first_position = tl.load(first_positions_ptr + tl.load(fields + 5)) if IS_OWN else 0
-        slot = tl.load(fields + 6)
+        owner, slot = tl.load(fields + 4), tl.load(fields + 5)
+        length = tl.load(lengths_ptr + owner)
+        # Of the key at 0 of the item's table. A prompt begins at 0.
+        first_position = tl.load(first_positions_ptr + owner) if IS_OWN else 0
         is_row = offs_m < num_members * GROUP
         row = tl.where(is_row, first_member + offs_m // GROUP, 0)  # [M]
         # The position of the new token, which reads.

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-ITEM_FIELDS = ("first_member", "num_members", "table", "first_key", "length", "first_position", "slot")
+ITEM_FIELDS = ("first_member", "num_members", "table", "first_key", "length", "slot")
 """Columns of an item: members are responses `first_member` and its neighbours; block numbers of its keys are
-`blocks[table:]`; its keys end with the split or with `lengths[length]`; the key at 0 of its table has the position
-`first_positions[first_position]`; its sums go to `slot` of each member."""
+`blocks[table:]`; its keys end with the split or with `lengths[length]`; its sums go to `slot` of each member."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +50,10 @@ class PagedReads:
     blocks_F: NDArray[np.int32]
 
     shared_I: NDArray[np.int32]
-    """[I, 7]: items of prompts. `length` counts prompts, `first_position` is 0: a prompt begins at position 0."""
+    """[I, 6]: items of prompts. `length` counts prompts, which begin at position 0."""
 
     own_I: NDArray[np.int32]
-    """[I, 7]: items of own tokens, one member each. `length` and `first_position` count responses."""
+    """[I, 6]: items of own tokens, one member each. `length` counts responses."""
 
     prompt_tokens_U: NDArray[np.int32]
 
@@ -112,7 +111,7 @@ def build_reads(
     own_table_B = prompt_table_UX.size + np.arange(num_rows) * own_width
     row_I, split_I = _repeated(splits_B)
     slot_I = splits_U[prompt_of_B[row_I]] + split_I
-    own = (row_I, np.ones_like(row_I), own_table_B[row_I], split_I * split_keys, row_I, row_I, slot_I)
+    own = (row_I, np.ones_like(row_I), own_table_B[row_I], split_I * split_keys, row_I, slot_I)
     return PagedReads(
         block_tokens=block_tokens,
         split_keys=split_keys,
@@ -131,14 +130,13 @@ def build_reads(
 def _shared_items(
     members_U: NDArray[np.int64], splits_U: NDArray[np.int32], prompt_width: int, split_keys: int, max_members: int
 ) -> NDArray[np.int32]:
-    """[I, 7]: each split of each prompt, once for every `max_members` of its responses."""
+    """[I, 6]: each split of each prompt, once for every `max_members` of its responses."""
     prompt_I, index_I = _repeated(splits_U * -(-members_U // max_members))
     chunk_I, split_I = np.divmod(index_I, splits_U[prompt_I])
     before_I = chunk_I * max_members
     first_member_I = (np.cumsum(members_U) - members_U)[prompt_I] + before_I
     num_members_I = np.minimum(members_U[prompt_I] - before_I, max_members)
-    table_I, zero_I = prompt_I * prompt_width, np.zeros_like(prompt_I)
-    items = (first_member_I, num_members_I, table_I, split_I * split_keys, prompt_I, zero_I, split_I)
+    items = (first_member_I, num_members_I, prompt_I * prompt_width, split_I * split_keys, prompt_I, split_I)
     return np.stack(items, axis=1).astype(np.int32)
 
 

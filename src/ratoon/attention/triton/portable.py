@@ -5,7 +5,6 @@
 
 # Shape letters: T rows, H heads (Hq query, Hkv key and value), D head dim, E value head dim.
 
-import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -16,6 +15,7 @@ from ratoon.attention.triton.blocks import Blocks
 from ratoon.attention.triton.descriptors import aligned, padded_head_dim
 from ratoon.attention.triton.forward import forward_kernel
 from ratoon.attention.triton.schedule import KeySchedule, RowSchedule
+from ratoon.attention.triton.scores import needs_upcast
 
 
 def forward(
@@ -33,7 +33,7 @@ def forward(
         GROUP=Hq // k_THD.shape[1], BLOCK_D=padded_head_dim(D), BLOCK_E=padded_head_dim(v_THE.shape[2]),
         BLOCK_M=rows, BLOCK_N=keys,
         HAS_SINKS=sinks_H is not None, HAS_SOFTCAP=scoring.softcap is not None, HAS_WINDOW=plan.window is not None,
-        LOOK_AHEAD=blocks.looks_ahead, UPCAST=_upcast(q_THD),
+        LOOK_AHEAD=blocks.looks_ahead, UPCAST=needs_upcast(q_THD),
         num_warps=blocks.forward_warps, num_stages=blocks.forward_stages,
     )  # fmt: skip
 
@@ -59,7 +59,7 @@ def backward(
         lse2_HT.stride(0), T, num_items, num_tiles, Hkv, scoring.softmax_scale, scoring.softcap, plan.window,
         GROUP=Hq // Hkv, D=D, E=E, BLOCK_D=padded_head_dim(D), BLOCK_E=padded_head_dim(E),
         ITEM_M=blocks.item_rows, ITEM_N=blocks.item_keys, BLOCK_M=blocks.rows, BLOCK_N=blocks.keys,
-        HAS_SOFTCAP=scoring.softcap is not None, HAS_WINDOW=plan.window is not None, UPCAST=_upcast(q_THD),
+        HAS_SOFTCAP=scoring.softcap is not None, HAS_WINDOW=plan.window is not None, UPCAST=needs_upcast(q_THD),
         num_warps=blocks.backward_warps, num_stages=blocks.backward_stages,
     )  # fmt: skip
 
@@ -69,8 +69,3 @@ def _tiles(tensor_THD: Tensor, num_rows: int) -> TensorDescriptor:
     aligned_THD = aligned(tensor_THD)
     block = [num_rows, 1, padded_head_dim(tensor_THD.shape[2])]
     return TensorDescriptor(aligned_THD, list(tensor_THD.shape), list(aligned_THD.stride()), block)
-
-
-def _upcast(tensor: Tensor) -> bool:
-    """The interpreter multiplies the bit patterns of bf16 numbers."""
-    return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"

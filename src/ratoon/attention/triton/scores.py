@@ -2,8 +2,10 @@
 
 # Shape letters: M rows of a tile, N keys of a tile, K what a product sums over.
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -25,6 +27,11 @@ def load_tile(desc, first_row, head, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexp
 def store_tile(desc, first_row, head, tile, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """[M, D] in the tensor's dtype; what lies outside the tensor is dropped."""
     desc.store([first_row, head, 0], tile.to(desc.dtype).reshape([BLOCK_M, 1, BLOCK_D]))
+
+
+def needs_upcast(tensor: Tensor) -> bool:
+    """Of `dot`: the interpreter multiplies the bit patterns of bf16 numbers."""
+    return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"
 
 
 @triton.jit
