@@ -5,7 +5,6 @@
 
 # Shape letters: M rows, N columns of a product, K what a product sums over, C channels, V vocabulary.
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ratoon.ops.invariant.kernels import matmul_kernel, row_mean_kernel, score_kernel
+from ratoon.ops.launch import on_device_of
 from ratoon.ops.sampling.entry import VOCABULARY_TILE
 from ratoon.ops.sampling.kernels import tile_sums_kernel
 
@@ -104,11 +104,6 @@ def score_tokens(logits_MV: Tensor, token_M: Tensor, temperature_M: Tensor) -> T
             BLOCK_N=1 << max(num_tiles - 1, 1).bit_length(), num_warps=8,
         )  # fmt: skip
     return logprob_M
-
-
-def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, not on its arguments'. The interpreter has none."""
-    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
 
 
 class _Linear(torch.autograd.Function):

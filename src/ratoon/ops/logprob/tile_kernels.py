@@ -9,13 +9,11 @@ Both read the matrix product as it is, fp32, and apply bias, softcap and tempera
 # Shape letters: M scored tokens, V vocabulary; m, v: one tile of them. y and d (bits below the row's largest) as in
 # `transform` and `projection`.
 
-from contextlib import AbstractContextManager, nullcontext
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ratoon.ops.launch import on_device_of
 from ratoon.ops.logprob.gradients import RowGrads
 from ratoon.ops.logprob.projection import ProductTile
 from ratoon.ops.logprob.scoring import RunningSums
@@ -143,7 +141,7 @@ def logit_grads_kernel(
 def add_to_sums_(sums: RunningSums, tile: ProductTile) -> None:
     """Add a tile to the sums of its rows, in place; the tile is left as it was."""
     m, v = tile.product_mv.shape
-    with _on_device_of(tile.product_mv):
+    with on_device_of(tile.product_mv):
         add_to_sums_kernel[(m,)](
             tile.product_mv,
             tile.bias_v,
@@ -169,7 +167,7 @@ def write_logit_grads(tile: ProductTile, row_grads: RowGrads, out_mv: Tensor) ->
     out_mv: [m, v] with any row stride; the tile's own memory is allowed where it is fp32.
     """
     m, v = tile.product_mv.shape
-    with _on_device_of(tile.product_mv):
+    with on_device_of(tile.product_mv):
         logit_grads_kernel[(m, triton.cdiv(v, BLOCK_COLUMNS))](
             tile.product_mv,
             tile.bias_v,
@@ -191,8 +189,3 @@ def write_logit_grads(tile: ProductTile, row_grads: RowGrads, out_mv: Tensor) ->
             BLOCK_V=BLOCK_COLUMNS,
             num_warps=NUM_WARPS,
         )
-
-
-def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, not on its arguments'. The interpreter has none."""
-    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()

@@ -30,17 +30,9 @@ def draw_tokens(logits_BV: Tensor, temperature_B: Tensor, key_B: Tensor, positio
     if B == 0:
         return token_B, logprob_B
     tile_sums_kernel[(B, num_tiles)](
-        logits_BV,
-        temperature_B,
-        highest,
-        sums,
-        likeliest,
-        logits_BV.stride(0),
-        V,
-        num_tiles,
-        TILE=VOCABULARY_TILE,
-        num_warps=8,
-    )
+        logits_BV, temperature_B, highest, sums, likeliest, logits_BV.stride(0), V, num_tiles,
+        TILE=VOCABULARY_TILE, num_warps=8,
+    )  # fmt: skip
     draw_kernel[(B,)](
         logits_BV, temperature_B, key_B, position_B, highest, sums, likeliest, token_B, logprob_B,
         logits_BV.stride(0), V, num_tiles,
