@@ -52,10 +52,11 @@ def build_engine(
     device: checked against the model's where it is given. run_dir: takes the log of a server that the engine starts.
     """
     check_engine(config)
-    if is_batch_invariant(model):
+    is_invariant = is_batch_invariant(model)
+    if is_invariant:
         check_batch_invariant(config)
     is_quantised = any(not parameter.is_floating_point() for parameter in model.parameters())
-    name = config.engine_on(model.device.type, is_quantised=is_quantised, is_batch_invariant=is_batch_invariant(model))
+    name = config.engine_on(model.device.type, is_quantised=is_quantised, is_batch_invariant=is_invariant)
     if name == "paged":
         from ratoon.rollout.engines.paged.engine import PagedEngine
         from ratoon.rollout.engines.shared_weights import check_device

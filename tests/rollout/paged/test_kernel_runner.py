@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tests.rollout.paged.moe import SIZES as MOE_SIZES
-from tests.rollout.tiny import EOS, VOCAB, tiny_qwen3
+from tests.rollout.paged.moe import SIZES
+from tests.rollout.tiny import VOCAB, tiny_qwen3
 from tests.sampling import sampled
 from transformers import (
     Gemma2Config,
@@ -94,23 +94,9 @@ def qwen3() -> PreTrainedModel:
 
 
 def models() -> dict[str, PreTrainedModel]:
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.3,
-        "eos_token_id": EOS,
-        "pad_token_id": EOS + 1,
-        "attn_implementation": "eager",
-    }
     torch.manual_seed(0)
-    gemma2 = Gemma2ForCausalLM(Gemma2Config(**sizes, sliding_window=9, attn_logit_softcapping=4.0))
-    oss = GptOssForCausalLM(GptOssConfig(**sizes, sliding_window=8, num_local_experts=4, num_experts_per_tok=2))
+    gemma2 = Gemma2ForCausalLM(Gemma2Config(**SIZES, sliding_window=9, attn_logit_softcapping=4.0))
+    oss = GptOssForCausalLM(GptOssConfig(**SIZES, sliding_window=8, num_local_experts=4, num_experts_per_tok=2))
     return {"qwen3": qwen3(), "windows, softcap": gemma2, "windows, sinks": oss}
 
 
@@ -194,7 +180,7 @@ def test_padded_sizes_are_few():
 
 def tiny_mixture(dtype: torch.dtype) -> PreTrainedModel:
     torch.manual_seed(5)
-    model = MixtralForCausalLM(MixtralConfig(**MOE_SIZES, num_local_experts=5, num_experts_per_tok=2))
+    model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
