@@ -13,6 +13,10 @@ _MOST_GRAPHS = 64
 """Of one function. Kinds of layers, windows, gradients on or off and the passes of kept prompts multiply to more than
 the compiler's own limit of 8, behind which it gives up and runs the function as it is."""
 
+_OF_ANY_SIZE = {"triton.mix_order_reduction_non_strict_mode": True}
+"""On GPUs the compiler fuses sums over rows with sums over features from some number of rows on, and guards that
+number: packs on the two sides of it compiled a graph each. With this it fuses them at every number."""
+
 
 def can_compile(model: PreTrainedModel) -> bool:
     """Whether the model marks its layers, which are what is compiled."""
@@ -60,6 +64,7 @@ def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> PreT
     from torch._dynamo import config  # seconds, for who compiles
 
     config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
+    options = _OF_ANY_SIZE if backend == "inductor" else None
     for layer in marked_layers(model):
-        layer.compile(dynamic=True, backend=backend)
+        layer.compile(dynamic=True, backend=backend, options=options)
     return model
