@@ -31,6 +31,7 @@ from ratoon.bench.outcome import CannotRunError, Outcome, WrongResultError, free
 from ratoon.bench.policy_update import cases as update_cases
 from ratoon.bench.policy_update.random_model import decoder_config
 from ratoon.bench.rows import BenchRow, append_rows
+from ratoon.bench.vllm_alone import VllmAlone
 from ratoon.layout import pack_groups
 from ratoon.models import FreshModelConfig, attach, forward_logprobs, fresh_tokenizer
 from ratoon.models.invariant import check_machine
@@ -44,7 +45,10 @@ INVARIANT = "paged-invariant"
 
 OURS = ("paged", INVARIANT)
 _USUAL = ("paged",)
-PEERS = ("transformers", "vllm")
+ALONE = "vllm-generate"
+"""vLLM without our adapter: see `VllmAlone`."""
+
+PEERS = ("transformers", "vllm", ALONE)
 
 UPDATE_TOKENS = 20
 """Tokens of each response between two updates of weights."""
@@ -55,10 +59,14 @@ ERROR_OVER_TRAINERS = 1.25
 LEAST_ERROR = 1e-4
 """In nats: allowed whatever the trainer's is."""
 
+LEAST_ERROR_ALONE = 0.05
+"""Of vLLM as it is, which rounds logits to the model's dtype: to 2^-7 where they are between 2 and 4."""
+
 WORST_OVER_TRAINERS = 3.0
 """Of the engine's largest log-prob error: a few wrong tokens among thousands hardly move the mean."""
 
 LEAST_WORST = 1e-3
+LEAST_WORST_ALONE = 0.5
 
 _SCORED_ROWS = 16_384
 _SEED = 0
@@ -263,12 +271,13 @@ class _EngineRun:
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.model.device)
         before = torch.cuda.memory_allocated(self.model.device) if self.is_cuda else 0
-        engine = build_engine(self._config(), self.model, self.tokenizer)
+        engine = self._build(way)
         try:
             started = time.perf_counter()
             await self._generate(engine, way, step=0, max_tokens=case.R)
             first_call_s = time.perf_counter() - started
-            peak = torch.cuda.max_memory_allocated(self.model.device) - before if self.is_cuda else None
+            is_here = self.is_cuda and not isinstance(engine, VllmAlone)
+            peak = torch.cuda.max_memory_allocated(self.model.device) - before if is_here else None
             first_tokens = await self._timed(engine, way, step=1, max_tokens=1)
             if way == "updates" and "shared" not in self.generate_s:  # it says how long 20 tokens take
                 undisturbed = await self._timed(engine, "shared", step=1, max_tokens=case.R)
@@ -304,6 +313,13 @@ class _EngineRun:
             command=self.command,
         )
 
+    def _build(self, way: Way) -> RolloutEngine | VllmAlone:
+        if self.engine_name != ALONE:
+            return build_engine(self._config(), self.model, self.tokenizer)
+        if way == "updates":
+            raise CannotRunError("new weights while it generates are what the adapter `vllm` is for")
+        return VllmAlone(self.model, max_concurrent_responses=self.case.concurrency)
+
     def _config(self) -> RolloutConfig:
         case = self.case
         return RolloutConfig.model_validate(
@@ -322,7 +338,11 @@ class _EngineRun:
         assert self.model.generation_config is not None, "transformers gives every decoder one"
         self.model.generation_config.eos_token_id = list(range(num_ends)) or [-1]  # no token, and not the tokenizer's
 
-    async def _timed(self, engine: RolloutEngine, way: Way, *, step: int, max_tokens: int) -> "_Sample":
+    def _eos_ids(self) -> list[int]:
+        assert self.model.generation_config is not None, "transformers gives every decoder one"
+        return [token for token in cast(list[int], self.model.generation_config.eos_token_id) if token >= 0]
+
+    async def _timed(self, engine: RolloutEngine | VllmAlone, way: Way, *, step: int, max_tokens: int) -> "_Sample":
         period_s = self.generate_s.get("shared", 0.0) * UPDATE_TOKENS / self.case.R
         started = time.perf_counter()
         generating = asyncio.ensure_future(self._generate(engine, way, step=step, max_tokens=max_tokens))
@@ -331,18 +351,24 @@ class _EngineRun:
             done, _ = await asyncio.wait([generating], timeout=period_s)
             if done:
                 break
+            assert not isinstance(engine, VllmAlone), "it is not asked for updates"
             await engine.update_weights(self.model.state_dict(), engine.policy_version + 1)
             num_updates += 1
         groups = await generating
         return _Sample(time.perf_counter() - started, groups, num_updates)
 
-    async def _generate(self, engine: RolloutEngine, way: Way, *, step: int, max_tokens: int) -> list[RolloutGroup]:
+    async def _generate(
+        self, engine: RolloutEngine | VllmAlone, way: Way, *, step: int, max_tokens: int
+    ) -> list[RolloutGroup]:
         case = self.case
         sampling = SamplingParams(temperature=1.0, max_response_tokens=max_tokens, seed=_SEED)
         prompts, group_size = case.prompts(self.model.config.vocab_size), case.N
         if way == "replicated":
             copies = [Prompt(f"{prompt.id}-{n}", prompt.token_ids) for prompt in prompts for n in range(case.N)]
             prompts, group_size = copies, 1
+        if isinstance(engine, VllmAlone):
+            eos_ids = self._eos_ids()
+            return await engine.generate_all(prompts, group_size=group_size, sampling=sampling, eos_ids=eos_ids)
         calls = (engine.generate(prompt, group_size=group_size, sampling=sampling, step=step) for prompt in prompts)
         return list(await asyncio.gather(*calls))
 
@@ -360,9 +386,11 @@ class _EngineRun:
         engine_error_M, trainer_error_M = (np.abs(found_M - exact_M) for found_M in (engine_M, trainer_M))
         engine, trainer = float(engine_error_M.mean()), float(trainer_error_M.mean())
         worst, trainers_worst = float(engine_error_M.max()), float(trainer_error_M.max())
+        is_alone = self.engine_name == ALONE
+        least, least_worst = (LEAST_ERROR_ALONE, LEAST_WORST_ALONE) if is_alone else (LEAST_ERROR, LEAST_WORST)
         for out_by, trainers, allowed, where in (
-            (engine, trainer, max(LEAST_ERROR, ERROR_OVER_TRAINERS * trainer), "on average"),
-            (worst, trainers_worst, max(LEAST_WORST, WORST_OVER_TRAINERS * trainers_worst), "at the worst token"),
+            (engine, trainer, max(least, ERROR_OVER_TRAINERS * trainer), "on average"),
+            (worst, trainers_worst, max(least_worst, WORST_OVER_TRAINERS * trainers_worst), "at the worst token"),
         ):
             if not out_by <= allowed:
                 raise WrongResultError(

@@ -106,7 +106,7 @@ NAMES = {
         gpu_cases=("135m-c256-p512-n8-r256", "1.7b-c256-p512-n8-r256", "1.7b-c64-p8192-n16-r512"),
         small_cases=("135m-c16-p128-n8-r32", "tiny"),
         impls=("paged", "paged-invariant"),
-        peers=("transformers", "vllm"),
+        peers=("transformers", "vllm", "vllm-generate"),
         ways=("shared", "replicated", "natural", "updates"),
     ),
 }
