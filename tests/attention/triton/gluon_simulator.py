@@ -323,6 +323,11 @@ class Kernel:
         return launch
 
 
+def _jit(function: Callable[..., Any] | None = None, **_: Any) -> Any:
+    """`gluon.jit`, with options or without: they are the compiler's."""
+    return Kernel if function is None else Kernel(function)
+
+
 def _assembled(asm: str, args: list[Tensor]) -> Tensor:
     """What our pieces of assembly compute."""
     if "cvt.rn.bf16x2" in asm or "cvt.rn.f16x2" in asm:
@@ -387,7 +392,7 @@ def simulated_hopper() -> Any:
     host.TensorDescriptor = Descriptor  # pyright: ignore[reportAttributeAccessIssue]
     experimental: Any = ModuleType("triton.experimental")
     gluon: Any = ModuleType("triton.experimental.gluon")
-    gluon.jit, gluon.language, experimental.gluon = Kernel, gl, gluon
+    gluon.jit, gluon.language, experimental.gluon = _jit, gl, gluon
     package = "ratoon.attention.triton.hopper"
     fakes: dict[str, Any] = {
         "triton.experimental": experimental,

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ratoon.attention.triton.specialisation import FOLLOWS_LAYOUT
+
 BLOCK_ROWS = 32
 
 
@@ -41,7 +43,7 @@ def add_level(total_THD: Tensor, part_THD: Tensor, is_added_T: Tensor) -> None:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FOLLOWS_LAYOUT)
 def merge_level_kernel(
     out_ptr, lse_ptr, part_ptr, part_lse_ptr, reads_ptr,
     stride_ot, stride_oh, stride_lh, stride_pt, stride_ph, stride_plh,
@@ -70,7 +72,7 @@ def merge_level_kernel(
     tl.store(lse_ptr + head * stride_lh + offs_t, total, mask=mask_t)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FOLLOWS_LAYOUT)
 def add_level_kernel(
     total_ptr, part_ptr, is_added_ptr,
     stride_tt, stride_th, stride_pt, stride_ph,

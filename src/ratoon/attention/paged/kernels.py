@@ -30,7 +30,7 @@ def write_kernel(
         tl.store(v_cache_ptr + place * E + offs_e, v, mask=offs_e < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shared_programs", "own_programs"])  # they follow the batch
 def walk_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, part_out_ptr, part_lse_ptr,
     shared_ptr, num_shared_ptr, own_ptr, num_own_ptr, blocks_ptr, prompt_lengths_ptr, own_lengths_ptr,

@@ -26,6 +26,7 @@ from ratoon.attention.triton.descriptors import empty_aligned, padded_head_dim
 from ratoon.attention.triton.machine import machine_of
 from ratoon.attention.triton.schedule import build_key_schedule
 from ratoon.attention.triton.scores import wide
+from ratoon.attention.triton.specialisation import FOLLOWS_LAYOUT
 
 ITEM_KEYS = 128
 """Keys of a program."""
@@ -87,7 +88,7 @@ def backward(
     return dq_THD, dk_THD, dv_THE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FOLLOWS_LAYOUT)
 def finish_kernel(
     sums_ptr, dq_ptr, stride_qt, stride_qh, T, num_heads, softmax_scale,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,

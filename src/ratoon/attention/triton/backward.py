@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 
 from ratoon.attention.triton.scores import LOG2E, cap_scores, dot, is_read, load_tile, store_tile, wide
+from ratoon.attention.triton.specialisation import FOLLOWS_LAYOUT
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FOLLOWS_LAYOUT)
 def row_terms_kernel(
     out_ptr, dout_ptr, lse_ptr, lse2_ptr, means_ptr,
-    stride_ot, stride_oh, stride_gt, stride_gh, stride_lh, stride_th,
+    stride_ot, stride_oh, stride_gt, stride_gh, stride_lh, stride_mh,
     T, num_heads, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """What the backward pass needs of each row, once: [H, T] of log-sum-exps in base 2, and of means.
@@ -37,7 +38,7 @@ def row_terms_kernel(
     out = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)  # [M, E]
     dout = tl.load(dout_ptrs, mask=mask, other=0.0).to(tl.float32)
     lse = tl.load(lse_ptr + head * stride_lh + first_row + offs_m, mask=mask_m, other=0.0)
-    of_rows = head * stride_th + first_row + offs_m
+    of_rows = head * stride_mh + first_row + offs_m
     tl.store(means_ptr + of_rows, tl.sum(out * dout, axis=1), mask=mask_m)
     tl.store(lse2_ptr + of_rows, lse * LOG2E, mask=mask_m)
 
@@ -62,7 +63,7 @@ def score_gradients(
     return probs, dscores
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FOLLOWS_LAYOUT)
 def backward_kernel(
     q_item_desc, dout_item_desc, k_item_desc, v_item_desc, dk_desc, dv_desc,
     q_row_desc, dout_row_desc, k_row_desc, v_row_desc, dq_desc,
@@ -233,7 +234,7 @@ def query_gradients(
     store_tile(dq_desc, tile * BLOCK_M, head, dq * softmax_scale, BLOCK_M, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FOLLOWS_LAYOUT)
 def add_parts_kernel(
     parts_ptr, grad_ptr, split_tile_ptr, split_slots_ptr,
     stride_gt, stride_gh, T, num_kv_heads,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ratoon.attention.triton.scores import LN2, LOG2E, cap_scores, dot, is_read, load_tile, store_tile, wide
+from ratoon.attention.triton.specialisation import FOLLOWS_LAYOUT
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def weigh(
     return rounded, shrink, new_highest, total * shrink + tl.sum(probs, axis=1), excess
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FOLLOWS_LAYOUT)
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, sinks_ptr, lse_ptr, expiry_ptr, positions_ptr,
     tile_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,

@@ -34,6 +34,7 @@ from ratoon.attention.triton.hopper.add_to_global import add_to_global
 from ratoon.attention.triton.hopper.keys import copy_own_keys, copy_row_tile, probabilities
 from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, matrix, matrix_in_loop
 from ratoon.attention.triton.scores import LOG2E
+from ratoon.attention.triton.specialisation import FOLLOWS_LAYOUT
 
 BLOCK = gl.constexpr(64)
 """Side of the squares that a product for dQ is made of: a group's keys, and half a tile's rows or columns."""
@@ -305,7 +306,7 @@ def copy_keys_and_rows(
     )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=FOLLOWS_LAYOUT)
 def adding_kernel(
     q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, dq_desc, lse2_desc, means_desc,
     dk_parts_ptr, dv_parts_ptr, expiry_ptr, positions_ptr,

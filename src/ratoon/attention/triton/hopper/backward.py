@@ -17,9 +17,10 @@ from triton.experimental.gluon import language as gl
 from ratoon.attention.triton.hopper.keys import own_keys
 from ratoon.attention.triton.hopper.keys_by_role import own_keys_by_role
 from ratoon.attention.triton.hopper.rows import own_rows
+from ratoon.attention.triton.specialisation import FOLLOWS_LAYOUT
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=FOLLOWS_LAYOUT)
 def backward_kernel(
     q_desc, dout_desc, k_item_desc, v_item_desc, dk_desc, dv_desc, lse2_desc, means_desc,
     k_row_desc, v_row_desc, dq_desc, terms_desc,

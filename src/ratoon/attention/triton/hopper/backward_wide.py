@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ratoon.attention.triton.hopper.warps import NUM_GROUPS, allocate, barriers, matrix, matrix_in_loop, where_less
 from ratoon.attention.triton.scores import LOG2E
+from ratoon.attention.triton.specialisation import FOLLOWS_LAYOUT
 
 
 @gluon.jit
@@ -437,7 +438,7 @@ def sum_gradient(
     )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=FOLLOWS_LAYOUT)
 def backward_wide_kernel(
     q_own_desc, dout_own_desc, k_own_desc, v_own_desc, q_tile_desc, dout_tile_desc,
     q_part_desc, dout_part_desc, k_part_desc, v_part_desc, dq_desc, dk_desc, dv_desc,

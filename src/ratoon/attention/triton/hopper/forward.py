@@ -37,6 +37,7 @@ from ratoon.attention.triton.hopper.warps import (
     where_less,
 )
 from ratoon.attention.triton.scores import LN2, LOG2E
+from ratoon.attention.triton.specialisation import FOLLOWS_LAYOUT
 
 
 @gluon.jit
@@ -310,7 +311,7 @@ def attend_rows(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=FOLLOWS_LAYOUT)
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, terms_desc, sinks_ptr, lse_ptr, positions_ptr, work_ptr, work_offsets_ptr,
     full_offsets_ptr, full_start_ptr, full_end_ptr, partial_offsets_ptr, partial_start_ptr, partial_end_ptr,

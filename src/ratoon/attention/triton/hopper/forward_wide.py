@@ -33,6 +33,7 @@ from ratoon.attention.triton.hopper.warps import (
     stay_before,
 )
 from ratoon.attention.triton.scores import LOG2E
+from ratoon.attention.triton.specialisation import FOLLOWS_LAYOUT
 
 
 @gluon.jit
@@ -251,7 +252,7 @@ def attend_half(
     store_half(out, out_desc, v_smem, tile * BLOCK_M, head, 1, BLOCK_E)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=FOLLOWS_LAYOUT)
 def forward_wide_kernel(
     q_desc, k_desc, v_desc, out_desc, sinks_ptr, lse_ptr, expiry_ptr, positions_ptr,
     tile_ptr, full_offsets_ptr, full_start_ptr, full_end_ptr,
