@@ -213,9 +213,9 @@ def test_a_step_is_predicted_by_its_largest_microbatch():
     assert MEMORY.of_updates([[(0, 0, 0)]], "none") is None
 
 
-def watch_of(memory: RunMemory | None, recompute: RecomputeMode = "none") -> MemoryWatch:
+def watch_of(memory: RunMemory | None, recompute: RecomputeMode = "none", total_bytes: int = 100 * GIB) -> MemoryWatch:
     choice = MemoryChoice(
-        recompute=recompute, is_automatic=True, memory=memory, device=DeviceMemory.of_total("cpu", 100 * GIB)
+        recompute=recompute, is_automatic=True, memory=memory, device=DeviceMemory.of_total("cpu", total_bytes)
     )
     return MemoryWatch(choice, torch.device("cpu"))
 
@@ -241,6 +241,21 @@ def test_the_peak_of_a_phase_is_its_own(monkeypatch: pytest.MonkeyPatch):
     assert again.warning is not None and "799.0 GiB" in again.warning
     assert watch.of_step([]) == StepMemory(peak_bytes=None, predicted_bytes=None)
     assert watch_of(None).of_step([[(5, 2, 0)]]).predicted_bytes is None
+
+
+def test_a_wrong_prediction_is_no_matter_where_the_largest_step_fits_all_the_same(monkeypatch: pytest.MonkeyPatch):
+    resident = {"VmRSS": 0, "VmHWM": 0}
+    monkeypatch.setattr("ratoon.loop.memory_watch._status_bytes", resident.get)
+    update = [[(100, 50, 0)]]
+    largest, step = MEMORY.at_worst("none"), MEMORY.of_updates(update, "none")
+    assert largest is not None and step is not None
+    watch = watch_of(MEMORY, total_bytes=4 * largest.update_bytes)
+    for times, is_warned in ((1.5, False), (5.0, True)):
+        watch.enter("update")
+        resident["VmHWM"] = int(times * step.update_bytes)
+        warning = watch.of_step(update).warning
+        assert (warning is not None) == is_warned
+        assert warning is None or f"would take {times * largest.update_bytes / GIB:.1f} of the" in warning
 
 
 def test_a_run_says_its_choice_once_and_logs_both_numbers(tiny: TinyRun):

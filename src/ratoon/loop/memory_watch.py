@@ -97,10 +97,15 @@ class MemoryWatch:
         return None if resident is None else max(resident - self._baseline, 0)
 
     def _warning(self, peak: int, predicted: int) -> str | None:
-        if peak <= max(_TOLERATED * predicted, predicted + _SLACK_BYTES[self._device.type]):
+        """Where the prediction is too low, and the largest step, off by as much, would not fit."""
+        largest, usable = self._choice.predicted, self._choice.device.usable_bytes
+        assert largest is not None, "one step is predicted by what predicts the largest"
+        foreseen = largest.update_bytes / predicted * peak
+        if peak <= max(_TOLERATED * predicted, predicted + _SLACK_BYTES[self._device.type]) or foreseen <= usable:
             return None
         return (
-            f"memory: the update took {peak / GIB:.1f} GiB, and {predicted / GIB:.1f} were predicted for it; if memory "
+            f"memory: the update took {peak / GIB:.1f} GiB, and {predicted / GIB:.1f} were predicted for it; by that the "
+            f"largest step would take {foreseen / GIB:.1f} of the {usable / GIB:.1f} GiB that may be filled; if memory "
             'runs out, lower planner.max_rows_per_microbatch, or set model.recompute = "full"'
         )
 

@@ -50,7 +50,7 @@ class Recorder:
         if isinstance(value, Tensor):
             return value.dtype, value.data_ptr() % 16 == 0
         if isinstance(value, bool) or not isinstance(value, int):
-            return tuple(value.block_shape) if hasattr(value, "block_shape") else type(value)
+            return tuple(getattr(value, "block_shape", ())) or type(value)
         return "an integer" if name in self.unspecialised else (value == 1, value % 16 == 0)
 
 
