@@ -161,7 +161,7 @@ FOUND_AT_RUN_TIME = {
     ),
     "flash_attn": ("attention/flash/fa4_package.py",),
     "cutlass": ("attention/flash/fa4_package.py",),
-    "vllm": ("rollout/engines/vllm/",),
+    "vllm": ("rollout/engines/vllm/", "bench/vllm_alone.py"),
 }
 """Packages that torch brings along or a machine may have, and the only places that import them."""
 

@@ -122,6 +122,13 @@ def test_logprobs_are_the_trainers_at_the_sampling_temperature_after_every_updat
     asyncio.run(run())
 
 
+def test_prompts_longer_together_than_a_pass(model: PreTrainedModel, engine: VllmEngine):
+    """vLLM failed with "CPU Generator does not use offset" where a pass had room for a part of a prompt only."""
+    groups = asyncio.run(draw(engine, make_prompts([450] * 24), CONFIG.sampling_params(seed=0), group_size=2))
+    assert [len(group.responses) for group in groups] == [2] * 24
+    assert gap(model, groups, 0.7) < 2e-4
+
+
 def test_one_broken_tensor_trips_the_probe_with_a_cause(model: PreTrainedModel, engine: VllmEngine):
     """verl#7904, verl#6813, verl#7083: corrupt weights after a sync, which nothing noticed."""
     parameters = dict(model.named_parameters())

@@ -207,6 +207,9 @@ def _arguments(
         "enable_sleep_mode": sleeps,
         "disable_log_stats": True,
     }
+    if not is_cuda:
+        # vLLM sets a draw's generator back where only a part of a prompt was computed, and a CPU's cannot be.
+        arguments["enable_chunked_prefill"] = False
     return arguments
 
 
