@@ -59,14 +59,10 @@ ERROR_OVER_TRAINERS = 1.25
 LEAST_ERROR = 1e-4
 """In nats: allowed whatever the trainer's is."""
 
-LEAST_ERROR_ALONE = 0.05
-"""Of vLLM as it is, which rounds logits to the model's dtype: to 2^-7 where they are between 2 and 4."""
-
 WORST_OVER_TRAINERS = 3.0
 """Of the engine's largest log-prob error: a few wrong tokens among thousands hardly move the mean."""
 
 LEAST_WORST = 1e-3
-LEAST_WORST_ALONE = 0.5
 
 _SCORED_ROWS = 16_384
 _SEED = 0
@@ -386,11 +382,9 @@ class _EngineRun:
         engine_error_M, trainer_error_M = (np.abs(found_M - exact_M) for found_M in (engine_M, trainer_M))
         engine, trainer = float(engine_error_M.mean()), float(trainer_error_M.mean())
         worst, trainers_worst = float(engine_error_M.max()), float(trainer_error_M.max())
-        is_alone = self.engine_name == ALONE
-        least, least_worst = (LEAST_ERROR_ALONE, LEAST_WORST_ALONE) if is_alone else (LEAST_ERROR, LEAST_WORST)
         for out_by, trainers, allowed, where in (
-            (engine, trainer, max(least, ERROR_OVER_TRAINERS * trainer), "on average"),
-            (worst, trainers_worst, max(least_worst, WORST_OVER_TRAINERS * trainers_worst), "at the worst token"),
+            (engine, trainer, max(LEAST_ERROR, ERROR_OVER_TRAINERS * trainer), "on average"),
+            (worst, trainers_worst, max(LEAST_WORST, WORST_OVER_TRAINERS * trainers_worst), "at the worst token"),
         ):
             if not out_by <= allowed:
                 raise WrongResultError(
