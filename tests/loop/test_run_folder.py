@@ -93,13 +93,15 @@ def test_rollouts_after_a_step_are_removed(recipe: Recipe):
     with open_run_folder(recipe, fresh=False) as folder:
         folder.remove_rollouts_after(0)  # no folder yet
         folder.rollouts.mkdir()
-        for name in ("step-000001.parquet", "step-000009.parquet", "step-000010.parquet", "step-1000000.parquet"):
+        own = ["notes.txt", "step-x.parquet", "step-12.parquet", "step-000011.copy.parquet", "summary.parquet"]
+        steps = (1, 9, 10, 999_999, 1_000_000, 1_000_001)
+        tables = {step: f"step-{step:06d}.parquet" for step in steps}
+        for name in (*own, *tables.values()):
             (folder.rollouts / name).write_text("")
-        (folder.rollouts / "notes.txt").write_text("the user's own")
-        folder.remove_rollouts_after(9)
-        assert sorted(path.name for path in folder.rollouts.iterdir()) == [
-            "notes.txt", "step-000001.parquet", "step-000009.parquet",
-        ]  # fmt: skip
+        for last in (1_000_000, 9):  # as text, step-1000001 comes before step-999999
+            folder.remove_rollouts_after(last)
+            left = {path.name for path in folder.rollouts.iterdir()}
+            assert left == {*own, *(name for step, name in tables.items() if step <= last)}
 
 
 def test_home_is_expanded(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,7 @@ from ratoon.config.loading import changed_keys, dump_recipe, load_recipe
 from ratoon.config.recipe import Recipe
 from ratoon.loop.origin import ORIGIN_FILE, origin_text
 from ratoon.trainer.durable_files import replace_file
-from ratoon.trainer.rollout_table import rollout_file
+from ratoon.trainer.rollout_table import rollout_step
 from ratoon.types.errors import UserError
 
 RECIPE_FILE = "recipe.toml"
@@ -113,9 +113,11 @@ class RunFolder:
         _store(self.path / ORIGIN_FILE, origin_text(recipe_dir))
 
     def remove_rollouts_after(self, step: int) -> None:
-        """Removes the tables of steps after `step`, which a run resumed from that step's checkpoint writes again."""
+        """Removes the tables of steps after `step`, which a run resumed from that step's checkpoint writes again.
+        Other files, which are the user's own, stay."""
         for table in self.rollouts.glob("*.parquet"):
-            if table > rollout_file(self.rollouts, step):
+            number = rollout_step(table)
+            if number is not None and number > step:
                 table.unlink()
 
 

@@ -1,5 +1,6 @@
 """Every response of a step as one Parquet file."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,12 @@ known."""
 def rollout_file(folder: Path, step: int) -> Path:
     """`folder/step-000001.parquet` for step 1."""
     return folder / f"step-{step:06d}.parquet"
+
+
+def rollout_step(path: Path) -> int | None:
+    """The step in the name of a file that `rollout_file` named; None for any other name, such as the user's own."""
+    match = re.fullmatch(r"step-([0-9]{6,18})\.parquet", path.name)
+    return int(match[1]) if match else None
 
 
 def write_rollouts(folder: Path, step: int, groups: Sequence[RolloutGroup]) -> Path:
