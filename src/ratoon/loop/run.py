@@ -116,7 +116,21 @@ def _checkpoint_to_go_on_from(
             f"run folder {folder.named} records steps, but {folder.shown(folder.checkpoints)} holds no "
             "checkpoint to go on from; put one back, or start anew with --fresh (the old run is set aside)"
         )
+    if checkpoint is not None:
+        _warn_of_lost_rows(checkpoint_step(checkpoint) or 0, folder, view)
     return checkpoint
+
+
+def _warn_of_lost_rows(num_steps_done: int, folder: RunFolder, view: RunView) -> None:
+    """Every step done has a row, unless someone took it."""
+    known = {row.step for row in read_metrics(folder.metrics) if row.phase == "train"}
+    lost = [step for step in range(1, num_steps_done + 1) if step not in known]
+    if lost:
+        view.warn(
+            f"{folder.shown(folder.metrics)} lacks the rows of {len(lost)} of the {num_steps_done} steps done, up to "
+            f"step {lost[-1]}: the file was removed, emptied or cut. The run goes on, but [stop] rules, "
+            "evaluation.keep_best and the final page know only the rows that are left; put the file back to have them"
+        )
 
 
 def _load_run(
