@@ -86,7 +86,7 @@ def _kept_reference(folder: RunFolder) -> Path:
 
 def _check_fingerprint(recipe: Recipe, model: PreTrainedModel, folder: RunFolder) -> None:
     path = folder.reference_fingerprint
-    if not path.is_file() or path.read_text(encoding="utf-8").strip() != fingerprint_of(model):
+    if not path.is_file() or path.read_text(errors="replace").strip() != fingerprint_of(model):
         what = "its fingerprint" if not path.is_file() else repr(recipe.model.path or "a fresh model")
         raise UserError(
             f"algorithm.kl_coefficient measures the policy against the model that run {recipe.run.name} began with, "

@@ -9,6 +9,7 @@ from typing import TextIO
 from ratoon.config.loading import changed_keys, dump_recipe, load_recipe
 from ratoon.config.recipe import Recipe
 from ratoon.loop.origin import ORIGIN_FILE, origin_text
+from ratoon.loop.run_files import check_run_files
 from ratoon.trainer.durable_files import replace_file
 from ratoon.trainer.rollout_table import rollout_step
 from ratoon.types.errors import UserError
@@ -125,7 +126,8 @@ def open_run_folder(recipe: Recipe, *, fresh: bool) -> RunFolder:
     """The run's folder, made or found again, with the resolved recipe in it.
 
     `fresh` sets an existing folder aside under the next free name; nothing is deleted. Raises UserError
-    where the folder cannot be written, another process holds it, or it holds a run of another recipe.
+    where the folder cannot be written, holds what is none of a run's files under the name of one, or a run of another
+    recipe, or where another process holds it.
     """
     named = expanded(recipe.run.output_dir) / recipe.run.name
     path = named.absolute()
@@ -136,6 +138,7 @@ def open_run_folder(recipe: Recipe, *, fresh: bool) -> RunFolder:
             aside = path.rename(_next_free_name(path))
             set_aside = named.with_name(aside.name)
         path.mkdir(parents=True, exist_ok=True)
+        check_run_files(path, named)
         folder = RunFolder(path, named, _lock(path, named), set_aside)
         try:
             if (path / RECIPE_FILE).exists():
@@ -167,7 +170,7 @@ def expanded(output_dir: str) -> Path:
 
 def _lock(path: Path, named: Path) -> TextIO:
     # Append mode: opening must not empty the note of a process that holds the lock.
-    lock = (path / "lock").open("a+")
+    lock = (path / "lock").open("a+", errors="replace")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -187,7 +190,7 @@ def _lock(path: Path, named: Path) -> TextIO:
 
 def _store(file: Path, text: str) -> None:
     """Leaves a file alone that holds `text` already."""
-    if not file.exists() or file.read_text(encoding="utf-8") != text:
+    if not file.exists() or file.read_bytes() != text.encode("utf-8"):
 
         def write(partial: Path) -> None:
             partial.write_text(text, encoding="utf-8")
@@ -196,7 +199,8 @@ def _store(file: Path, text: str) -> None:
 
 
 def _refuse_if_held(path: Path, named: Path) -> None:
-    _lock(path, named).close()
+    if not path.is_dir() or (path / "lock").is_file():  # what else is called so, nobody holds
+        _lock(path, named).close()
 
 
 def _next_free_name(path: Path) -> Path:

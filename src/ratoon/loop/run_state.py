@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from ratoon.config.recipe import Recipe
+from ratoon.loop.run_files import check_run_files
 from ratoon.loop.run_folder import RECIPE_FILE, check_same_run, expanded
 from ratoon.metrics import read_metrics
 from ratoon.trainer.checkpoint import checkpoint_step, find_damage
@@ -40,8 +41,8 @@ def peek_run_folder(recipe: Recipe, *, has_heldout: bool) -> RunState:
     path = named.absolute()
     parent = next(folder for folder in (path, *path.parents) if folder.exists())
     checkpoints = path / "checkpoints"
-    step = _newest_whole_step(checkpoints)
     problem = _problem(recipe, path, named, parent)
+    step = None if problem is not None else _newest_whole_step(checkpoints)
     if problem is not None:
         status = "unusable"
     elif step is None:
@@ -63,6 +64,10 @@ def _problem(recipe: Recipe, path: Path, named: Path, parent: Path) -> str | Non
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         why = "not writable" if parent.is_dir() else "no folder"
         return f"run folder {named} cannot be written ({parent} is {why}); mend that, or set run.output_dir"
+    try:
+        check_run_files(path, named)
+    except UserError as error:
+        return str(error)
     if _is_held(path / "lock"):
         return (
             f"run folder {named} is held by another process; wait for it, stop it, or give this run another name "
