@@ -82,7 +82,7 @@ def _row(name: str, field: FieldInfo) -> str:
 def _type(field: FieldInfo) -> str:
     bounds = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     limits = [
-        f"{sign} {getattr(entry, bound)}"
+        f"{sign} {limit:,}" if isinstance(limit := getattr(entry, bound), int) else f"{sign} {limit}"
         for entry in field.metadata
         for bound, sign in bounds.items()
         if hasattr(entry, bound)

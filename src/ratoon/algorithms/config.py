@@ -6,6 +6,8 @@ from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ratoon.types.limits import MAX_REPEATS, MAX_RESPONSES
+
 AlgorithmName = Literal[
     "grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo"
 ]  # fmt: skip
@@ -94,7 +96,7 @@ class AlgorithmConfig(BaseModel):
     entropy_coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Loss per nat of mean token entropy, subtracted; 0 leaves entropy out."""
 
-    num_minibatches: int = Field(default=1, ge=1)
+    num_minibatches: int = Field(default=1, ge=1, le=MAX_RESPONSES)
     """Optimizer updates that one rollout's groups are cut into. At 1, no ratio leaves 1 and nothing is clipped."""
 
     kl_coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -128,7 +130,7 @@ class AlgorithmConfig(BaseModel):
     """Replace groups whose rewards are all equal, which teach nothing, by groups of further prompts. true for dapo and
     cispo."""
 
-    max_sampling_rounds: int | None = Field(default=None, ge=1)
+    max_sampling_rounds: int | None = Field(default=None, ge=1, le=MAX_REPEATS)
     """Rollouts of one step at most, the first included, to fill it with groups that teach. 10."""
 
     mask_truncated: bool = False

@@ -12,6 +12,7 @@ from ratoon.cli.complaint import complain
 from ratoon.cli.launch import num_ranks
 from ratoon.cli.recipe_file import read_recipe
 from ratoon.loop.origin import folder_of_files
+from ratoon.types.limits import MAX_PROCESSES
 
 _EXAMPLE = """\
 example:
@@ -23,9 +24,6 @@ Reads data, tokenizer, reward functions and the model's configuration, but no we
 what a step is made of, what it costs and what memory it needs, and what `ratoon train` would do with the run's
 folder. It takes the same keys as `ratoon train`, and exits with 2 for what that would refuse.
 """
-
-_MOST_GPUS = 65_536
-"""Each has microbatches of its own, which takes this many half a minute to plan."""
 
 _MOST_GIB = 65_536
 
@@ -75,8 +73,8 @@ def _run(known: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _num_gpus(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST_GPUS:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {_MOST_GPUS:,}, got {text!r}")
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_PROCESSES:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {MAX_PROCESSES:,}, got {text!r}")
     return int(text)
 
 

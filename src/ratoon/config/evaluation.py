@@ -5,6 +5,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ratoon.types.limits import MAX_GROUP_SIZE, MAX_STEPS, MAX_TOKENS, MAX_VOCABULARY
 from ratoon.types.sampling import SamplingParams
 
 
@@ -13,11 +14,12 @@ class EvaluationConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    every_steps: int | None = Field(default=None, ge=1)
+    every_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
     """Evaluate after every so many steps; before the first and after the last it is always done."""
 
-    group_size: int = Field(default=1, ge=1)
-    """Answers drawn for each held-out prompt; with N of them pass@1 to pass@N are reported."""
+    group_size: int = Field(default=1, ge=1, le=MAX_GROUP_SIZE)
+    """Answers drawn for each held-out prompt; with N of them pass@1 to pass@N are reported. Times
+    `data.num_heldout`, at most 1,048,576."""
 
     pass_threshold: float = Field(default=1.0, allow_inf_nan=False)
     """An answer passes (pass@k) when its reward is at least this, to within rounding."""
@@ -28,13 +30,13 @@ class EvaluationConfig(BaseModel):
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Draw among the likeliest tokens whose probabilities add up to this; absent: as in `[rollout]`."""
 
-    top_k: int | None = Field(default=None, ge=0)
+    top_k: int | None = Field(default=None, ge=0, le=MAX_VOCABULARY)
     """Draw among this many likeliest tokens, 0 among all; absent: as in `[rollout]`."""
 
     min_p: float | None = Field(default=None, ge=0, le=1)
     """Draw among tokens at least this many times as likely as the likeliest; absent: as in `[rollout]`."""
 
-    max_response_tokens: int | None = Field(default=None, ge=1)
+    max_response_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """An answer is cut after this many tokens, EOS included; absent: `rollout.max_response_tokens`."""
 
     keep_best: bool = False

@@ -14,6 +14,7 @@ from ratoon.planner.config import PlannerConfig
 from ratoon.rewards.config import RewardConfig
 from ratoon.rollout.config import RolloutConfig
 from ratoon.trainer.config import SftConfig, TrainerConfig
+from ratoon.types.limits import MAX_EVALUATED, MAX_RESPONSES
 
 
 class RunConfig(BaseModel):
@@ -74,6 +75,22 @@ class Recipe(BaseModel):
                 "rollout.max_new_tokens_per_step does not go with algorithm.dynamic_sampling, which draws groups until "
                 "a step is full: those of later rounds would not be complete; set algorithm.dynamic_sampling to false, "
                 "or leave rollout.max_new_tokens_per_step out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_can_be_held(self) -> "Recipe":
+        if (num_responses := self.rollout.responses_per_step) > MAX_RESPONSES:
+            raise ValueError(
+                f"rollout.prompts_per_step = {self.rollout.prompts_per_step} times rollout.group_size = "
+                f"{self.rollout.group_size} is {num_responses:,} responses, and a step may have {MAX_RESPONSES:,}; "
+                "lower one of them"
+            )
+        if (num_answers := self.data.num_heldout * self.evaluation.group_size) > MAX_EVALUATED:
+            raise ValueError(
+                f"data.num_heldout = {self.data.num_heldout} times evaluation.group_size = "
+                f"{self.evaluation.group_size} is {num_answers:,} answers, and an evaluation may have "
+                f"{MAX_EVALUATED:,}; lower one of them"
             )
         return self
 

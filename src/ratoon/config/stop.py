@@ -2,6 +2,8 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ratoon.types.limits import MAX_STEPS
+
 MIN_CYCLE_TOKENS = 32
 """A response ends in a repetition when at least so many of its last tokens are one cycle."""
 
@@ -11,7 +13,7 @@ class StopConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    max_useless_steps: int = Field(default=20, ge=0)
+    max_useless_steps: int = Field(default=20, ge=0, le=MAX_STEPS)
     """Stop after so many steps in a row that taught nothing: every advantage 0, or no response to train on.
     0 never stops for it."""
 
@@ -28,5 +30,5 @@ class StopConfig(BaseModel):
     max_repetitive_fraction: float | None = Field(default=None, ge=0, lt=1)
     """Stop when more than this share of a step's responses ends in an endless repetition; absent: never."""
 
-    patience_steps: int = Field(default=5, ge=1)
+    patience_steps: int = Field(default=5, ge=1, le=MAX_STEPS)
     """Steps in a row in which a bound must be crossed, one step being chance; `max_useless_steps` has its own."""

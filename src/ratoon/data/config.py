@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ratoon.data.user_function import python_target
+from ratoon.types.limits import MAX_EVALUATED, MAX_ROWS, MAX_TOKENS
 
 GENERATOR_PREFIX = "reasoning-gym:"
 FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet", ".arrow")
@@ -63,13 +64,13 @@ class SourceConfig(BaseModel):
     options: dict[str, Any] = Field(default_factory=dict)
     """As in `[data]`."""
 
-    size: int | None = Field(default=None, ge=1)
+    size: int | None = Field(default=None, ge=1, le=MAX_ROWS)
     """As in `[data]`."""
 
     split: str | None = Field(default=None, min_length=1)
     """As in `[data]`."""
 
-    max_rows: int | None = Field(default=None, ge=1)
+    max_rows: int | None = Field(default=None, ge=1, le=MAX_ROWS)
     """As in `[data]`."""
 
     prompt_column: str | None = Field(default=None, min_length=1)
@@ -103,16 +104,16 @@ class DataConfig(BaseModel):
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the reasoning-gym generator, such as `max_terms = 3`."""
 
-    size: int | None = Field(default=None, ge=1)
+    size: int | None = Field(default=None, ge=1, le=MAX_ROWS)
     """Items to generate, before duplicates are removed; a generator needs it."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Fixes the generated items and the choice of held-out prompts; the order of training follows `run.seed`."""
 
     split: str | None = Field(default=None, min_length=1)
     """Split of a dataset folder; absent: its only one, or `train`."""
 
-    max_rows: int | None = Field(default=None, ge=1)
+    max_rows: int | None = Field(default=None, ge=1, le=MAX_ROWS)
     """Read only the first so many rows of the source."""
 
     prompt_column: str = Field(default="prompt", min_length=1)
@@ -139,10 +140,10 @@ class DataConfig(BaseModel):
     """What becomes of rows whose prompt or answer is missing, empty or of a wrong type: end with an error, or drop and
     count them. Files that cannot be read are an error in any case."""
 
-    num_heldout: int = Field(default=0, ge=0)
+    num_heldout: int = Field(default=0, ge=0, le=MAX_EVALUATED)
     """Distinct prompts set aside for evaluation; none of them is trained on."""
 
-    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    max_prompt_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Longest prompt in tokens, chat template included; no limit when absent."""
 
     over_long: Literal["error", "drop"] = "error"

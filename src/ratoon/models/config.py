@@ -5,6 +5,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ratoon.types.limits import MAX_HEADS, MAX_LAYERS, MAX_TOKENS, MAX_WIDTH
+
 PRINTABLE_ASCII = "".join(sorted(string.digits + string.ascii_letters + string.punctuation + " \n"))
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -24,24 +26,24 @@ class FreshModelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    hidden_size: int = Field(default=128, ge=1)
+    hidden_size: int = Field(default=128, ge=1, le=MAX_WIDTH)
     """Width of the residual stream."""
 
-    intermediate_size: int = Field(default=384, ge=1)
+    intermediate_size: int = Field(default=384, ge=1, le=MAX_WIDTH)
     """Width of the MLP."""
 
-    num_layers: int = Field(default=4, ge=1)
+    num_layers: int = Field(default=4, ge=1, le=MAX_LAYERS)
 
-    num_heads: int = Field(default=4, ge=1)
+    num_heads: int = Field(default=4, ge=1, le=MAX_HEADS)
     """Query heads."""
 
-    num_kv_heads: int = Field(default=2, ge=1)
+    num_kv_heads: int = Field(default=2, ge=1, le=MAX_HEADS)
     """Key and value heads; divides num_heads."""
 
-    head_dim: int = Field(default=32, ge=2)
+    head_dim: int = Field(default=32, ge=2, le=MAX_HEADS)
     """Width of one head; even, because rotary embedding turns pairs."""
 
-    max_positions: int = Field(default=1024, ge=1)
+    max_positions: int = Field(default=1024, ge=1, le=MAX_TOKENS)
     """Longest sequence in tokens, prompt and response together."""
 
     alphabet: str = PRINTABLE_ASCII
@@ -71,10 +73,10 @@ class LoraConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    rank: int = Field(default=16, ge=1)
+    rank: int = Field(default=16, ge=1, le=MAX_WIDTH)
     """Width of the two matrices beside each adapted layer."""
 
-    alpha: int = Field(default=32, ge=1)
+    alpha: int = Field(default=32, ge=1, le=MAX_WIDTH)
     """The adapters' output is multiplied by alpha / rank."""
 
     rslora: bool = False
@@ -151,7 +153,7 @@ class ModelConfig(BaseModel):
     that take fixed sizes and orders on both sides. Slower. On the rollout engine `paged`, for dense models on a GPU;
     nothing is compiled."""
 
-    rope_positions: int | None = Field(default=None, ge=1)
+    rope_positions: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """For rotary scalings chosen by length (dynamic, longrope): the run's longest sequence, which fixes them."""
 
     trust_remote_code: bool = False

@@ -2,13 +2,15 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ratoon.types.limits import MAX_TOKENS
+
 
 class PlannerConfig(BaseModel):
     """How a step is cut into forward passes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    max_rows_per_microbatch: int = Field(default=32_768, ge=1)
+    max_rows_per_microbatch: int = Field(default=32_768, ge=1, le=MAX_TOKENS)
     """Token slots in one forward pass of one process, or of the `trainer.sequence_parallel` processes that make it
     together; padding included, a shared prompt counts once."""
 

@@ -19,6 +19,7 @@ from ratoon.rewards.components import (
     Match,
 )
 from ratoon.rewards.extraction import Extract
+from ratoon.types.limits import MAX_PROCESSES_OF_HOST, MAX_TOKENS
 
 OnFailure = Literal["raise", "zero", "drop"]
 
@@ -55,7 +56,7 @@ class ComponentOptions(BaseModel):
     """For `format`: the tags that must stand in the response once each, in this order, closed, and with nothing
     but white space around them. `["think", "answer"]` when absent."""
 
-    buffer_tokens: int | None = Field(default=None, ge=1)
+    buffer_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """For `soft-overlong`, which needs it: over how many tokens before `rollout.max_response_tokens` the score
     falls from 0 to -1 (DAPO takes a fifth of the limit)."""
 
@@ -107,7 +108,7 @@ class RewardConfig(ComponentOptions):
     `"raise"` ends the run with its name, `"zero"` counts that score as 0, `"drop"` trains without the response.
     Each failure is counted."""
 
-    num_workers: int | None = Field(default=None, ge=1, le=1024)
+    num_workers: int | None = Field(default=None, ge=1, le=MAX_PROCESSES_OF_HOST)
     """Processes that score. When absent, one for each CPU, 4 at most. Each loads the functions anew, so that what a
     Python function keeps from call to call, it keeps for one worker; and each begins with `OMP_NUM_THREADS=1` unless
     that is set."""

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from ratoon.rollout.engines.http.config import ServerConfig
 from ratoon.rollout.engines.vllm.config import VllmConfig
+from ratoon.types.limits import MAX_CACHE_TOKENS, MAX_GROUP_SIZE, MAX_MIB, MAX_RESPONSES, MAX_TOKENS, MAX_VOCABULARY
 from ratoon.types.sampling import SamplingParams
 
 EngineName = Literal["transformers", "paged", "vllm", "vllm-server", "sglang-server"]
@@ -34,12 +35,12 @@ class RolloutConfig(BaseModel):
     vllm: VllmConfig = VllmConfig()
     """Of the engine `vllm`."""
 
-    prompts_per_step: int = Field(default=8, ge=1)
+    prompts_per_step: int = Field(default=8, ge=1, le=MAX_RESPONSES)
     """Prompts of one step, which is one rollout and the updates made from it; it trains on
     `prompts_per_step * group_size` responses."""
 
-    group_size: int = Field(default=8, ge=1)
-    """Responses drawn for each prompt."""
+    group_size: int = Field(default=8, ge=1, le=MAX_GROUP_SIZE)
+    """Responses drawn for each prompt; times `prompts_per_step`, at most 131,072."""
 
     temperature: float = Field(default=1.0, ge=1e-6, le=1e6)
     """Divides the logits, in rollout and in training alike."""
@@ -48,16 +49,16 @@ class RolloutConfig(BaseModel):
     """Draw among the fewest likeliest tokens whose probabilities add up to at least this; 1 keeps all. Training scores
     each token among those that were kept for it in rollout. After `temperature` and `top_k`, before `min_p`."""
 
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, le=MAX_VOCABULARY)
     """Draw among this many likeliest tokens, at least 2; 0 keeps all."""
 
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Draw among tokens at least this many times as likely as the likeliest; 0 keeps all."""
 
-    max_response_tokens: int = Field(default=256, ge=1)
+    max_response_tokens: int = Field(default=256, ge=1, le=MAX_TOKENS)
     """A response is cut after this many tokens, EOS included."""
 
-    max_new_tokens_per_step: int | None = Field(default=None, ge=1)
+    max_new_tokens_per_step: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Partial rollouts (Kimi k1.5, arXiv:2501.12599): a response has at most this many tokens drawn in one step, and
     goes on in the next one under the weights of then. A step trains on groups of which every response ended. Fewer than
     `max_response_tokens`. Absent: every response runs to its end in the step that began it."""
@@ -65,14 +66,14 @@ class RolloutConfig(BaseModel):
     stop: tuple[str, ...] = ()
     """Strings that end a response as soon as its text holds one; the string is kept."""
 
-    max_concurrent_responses: int = Field(default=128, ge=1)
+    max_concurrent_responses: int = Field(default=128, ge=1, le=MAX_GROUP_SIZE)
     """Responses that generate at a time; the others wait their turn."""
 
-    cache_tokens: int | None = Field(default=None, ge=1)
+    cache_tokens: int | None = Field(default=None, ge=1, le=MAX_CACHE_TOKENS)
     """Cap of the key/value cache in tokens, a prompt counted once for its group. When absent it holds what
     `max_concurrent_responses` of the longest prompts and responses so far can fill; never all free memory."""
 
-    max_support_mib: int = Field(default=1024, ge=1)
+    max_support_mib: int = Field(default=1024, ge=1, le=MAX_MIB)
     """MiB of main memory for the ids of the kept tokens of all groups that a step has, 4 bytes each, an equal share for
     each response. `top_k` bounds them (`max_response_tokens * top_k` a response); `top_p` and `min_p` keep most of the
     vocabulary where a distribution is flat. More ends the run and says so."""

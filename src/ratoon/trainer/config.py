@@ -5,13 +5,15 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ratoon.types.limits import MAX_PROCESSES, MAX_PROCESSES_OF_HOST, MAX_RESPONSES, MAX_STEPS
+
 
 class TrainerConfig(BaseModel):
     """Length of the run, optimizer, schedule and checkpoints."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    num_steps: int = Field(default=100, ge=0)
+    num_steps: int = Field(default=100, ge=0, le=MAX_STEPS)
     """Steps of the run: one rollout of `rollout.prompts_per_step` prompts and the updates made from it."""
 
     learning_rate: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
@@ -20,7 +22,7 @@ class TrainerConfig(BaseModel):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls, from the end of the warm-up to `num_steps`."""
 
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps over which the learning rate rises from 0."""
 
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -37,19 +39,19 @@ class TrainerConfig(BaseModel):
 
     num_processes: Literal["auto"] | int = "auto"
     """Processes (ranks) of this host that train together, each on a GPU of its own; auto: one for each visible GPU, and
-    one on a CPU. Under torchrun, which starts them itself, it is not read."""
+    one on a CPU; at most 1,024. Under torchrun, which starts them itself, it is not read."""
 
     sharding: Literal["auto", "none", "full"] = "auto"
     """What several processes hold: `full`, each a part of every weight, gradient and moment (FSDP2), gathered layer by
     layer, and beside it the whole model to sample from; `none`, each the whole. `auto`: `full`, but `none` with
     `model.lora` or 8-bit `optimizer_states`. One process holds the whole in any case."""
 
-    sequence_parallel: int = Field(default=1, ge=1)
+    sequence_parallel: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """How many processes hold each microbatch together (Ulysses), each a part of its rows, and in attention a part of
     the heads: for packs that one GPU has no room for. It divides the number of processes and the model's attention
     heads; neighbours share, so that the processes of one host should be a multiple of it."""
 
-    rank_timeout_s: float = Field(default=1800.0, gt=0, allow_inf_nan=False)
+    rank_timeout_s: float = Field(default=1800.0, gt=0, le=2_000_000, allow_inf_nan=False)
     """How long one process waits for another before the run ends: longer than the rollouts of two can differ, and than
     scoring a step and writing a checkpoint take. With several processes a recipe is refused in which it is not above
     `reward.timeout_s`, `reward.start_timeout_s`, `rollout.timeout_s` and, where the run starts a server,
@@ -64,17 +66,17 @@ class TrainerConfig(BaseModel):
     update (tensors of fewer than 4,096 weights stay in float32). `8bit` needs bitsandbytes (`pip install -e ".[8bit]"`
     in the clone of Ratoon) and whole weights on each process: neither `offload_optimizer` nor `sharding = "full"`."""
 
-    checkpoint_every_steps: int = Field(default=50, ge=1)
+    checkpoint_every_steps: int = Field(default=50, ge=1, le=MAX_STEPS)
     """A checkpoint is written after every so many steps, and after the last."""
 
-    keep_checkpoints: int = Field(default=2, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1, le=MAX_STEPS)
     """The newest so many checkpoints are kept."""
 
     @field_validator("num_processes")
     @classmethod
     def _is_a_count(cls, count: str | int) -> str | int:
-        if isinstance(count, int) and count < 1:
-            raise ValueError('must be at least 1, or "auto"')
+        if isinstance(count, int) and not 1 <= count <= MAX_PROCESSES_OF_HOST:
+            raise ValueError(f'must be at least 1 and at most {MAX_PROCESSES_OF_HOST}, or "auto"')
         return count
 
     @field_validator("betas")
@@ -104,16 +106,16 @@ class SftConfig(BaseModel):
     """`column:NAME` (a column of the data) or `python:FILE.py:FUNCTION` (relative to the recipe; it returns the text
     to imitate, given the `prompt`, `answer`, `metadata` or columns that it names). Absent: the data's own answers."""
 
-    num_steps: int = Field(default=100, ge=1)
+    num_steps: int = Field(default=100, ge=1, le=MAX_STEPS)
     """Optimizer updates."""
 
-    prompts_per_step: int = Field(default=32, ge=1)
+    prompts_per_step: int = Field(default=32, ge=1, le=MAX_RESPONSES)
     """Prompts (with their answers) in one update."""
 
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     """AdamW's peak learning rate; it falls linearly to a tenth of that."""
 
-    warmup_steps: int = Field(default=10, ge=0)
+    warmup_steps: int = Field(default=10, ge=0, le=MAX_STEPS)
     """Steps over which the learning rate rises from 0."""
 
     @field_validator("demonstrations")

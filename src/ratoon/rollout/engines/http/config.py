@@ -5,6 +5,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ratoon.types.limits import MAX_REPEATS
+
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -25,7 +27,7 @@ class ServerConfig(BaseModel):
     environment: tuple[str, ...] = ()
     """Environment variables of a started server, as `"NAME=value"`; it has those of the run besides."""
 
-    restarts: int = Field(default=0, ge=0)
+    restarts: int = Field(default=0, ge=0, le=MAX_REPEATS)
     """How often in a run a server of `command` that dies is started again. Responses then go on from the tokens that
     they have, though not by the draws that they would have had. 0: its death ends the run."""
 

@@ -4,6 +4,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ratoon.types.limits import MAX_MIB, MAX_TOKENS
+
 
 class VllmConfig(BaseModel):
     """The `[rollout.vllm]` table of a recipe: of the engine `vllm`."""
@@ -17,7 +19,7 @@ class VllmConfig(BaseModel):
     cache_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """GiB of the key/value cache. Absent: on a GPU what `gpu_memory_utilization` leaves, on a CPU 1."""
 
-    max_model_len: int | None = Field(default=None, ge=2)
+    max_model_len: int | None = Field(default=None, ge=2, le=MAX_TOKENS)
     """Longest prompt with its response, in tokens. Absent: the model's positions, for one of which the cache must have
     the room."""
 
@@ -36,7 +38,7 @@ class VllmConfig(BaseModel):
     """What vLLM gives up while the trainer works, on a GPU: 0 nothing, 1 its cache and (to main memory) its weights, 2
     its cache and its weights, which the next update brings anew."""
 
-    bucket_mib: int = Field(default=256, ge=1)
+    bucket_mib: int = Field(default=256, ge=1, le=MAX_MIB)
     """MiB of weights that are handed over at a time; a larger tensor goes alone."""
 
     max_probe_gap: float = Field(default=0.05, gt=0, allow_inf_nan=False)
