@@ -159,6 +159,15 @@ def test_named_pipe_as_recipe_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert "is a named pipe" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command", ["train PATH", "plan PATH", "data check PATH", "eval x --recipe PATH", "eval PATH", "export PATH out"]
+)
+def test_path_that_is_too_long_is_refused(command: str, capsys: pytest.CaptureFixture[str]):
+    assert main(command.replace("PATH", 5000 * "a").split()) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "Traceback" not in err
+
+
 @pytest.mark.parametrize("given", [None, "active"])
 def test_threads_wait_without_spinning_unless_told_otherwise(given: str | None, monkeypatch: pytest.MonkeyPatch):
     """A core that spins is taken from whoever else is on the machine, which then holds this run up."""

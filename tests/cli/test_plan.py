@@ -341,6 +341,22 @@ def test_run_folder_that_train_would_resume_or_refuse(plan: Plan, folder: Path, 
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("--run.name=" + 300 * "a", "up to 200 letters"),
+        ("--run.output_dir=new/" + 300 * "a", "a part of more than 255 bytes"),
+        ("--run.output_dir=" + 2500 * "a/", "cannot be written (File name too long: "),
+    ],
+    ids=["name", "part", "path"],
+)
+def test_run_folder_of_a_name_that_no_folder_can_have_is_refused(plan: Plan, override: str, words: str):
+    status, _, err = plan(override)
+    assert status == 2
+    assert words in err
+    assert err.count("\n") == 1
+
+
 def test_model_folder_is_planned_without_its_weights(plan: Plan, folder: Path):
     """Weights that hold nonsense are not noticed: only headers are read."""
     model, tokenizer = build_fresh(FreshModelConfig(hidden_size=32, num_layers=1, tied_embeddings=False), seed=0)

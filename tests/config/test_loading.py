@@ -1,7 +1,7 @@
 """A wrong recipe names file, key, value and what is allowed, and never shows a traceback."""
 
 from pathlib import Path
-from typing import Literal, get_origin
+from typing import Literal, get_args, get_origin
 
 import pytest
 from hypothesis import given
@@ -246,3 +246,34 @@ def test_any_recipe_survives_its_own_dump(
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "recipes").glob("*.toml")), ids=lambda p: p.name)
 def test_recipes_of_the_repository_load(path: Path):
     assert load_recipe(path).run.name == path.stem
+
+
+def test_a_null_character_is_refused_wherever_a_string_is_a_name_or_a_path(tmp_path: Path):
+    texts = {"alphabet", "options", "pattern", "prompt_template", "stop", "system_prompt"}
+    path = write(tmp_path, GOOD)
+    for section, model in sections().items():
+        for name, field in model.model_fields.items():
+            if str not in (field.annotation, *get_args(field.annotation)) or name in texts:
+                continue
+            with pytest.raises(UserError, match=rf"{section}\.{name} = 'a\\x00b' holds a null character"):
+                load_recipe(path, [f'--{section}.{name}="a\\u0000b"'])
+    with pytest.raises(UserError, match=r"rollout\.server\.command = 'a\\x00b' holds a null character"):
+        load_recipe(path, ['--rollout.server.command=["x", "a\\u0000b"]'])
+    assert load_recipe(path, ['--rollout.stop=["\\u0000"]']).rollout.stop == ("\0",)
+
+
+def test_bytes_of_the_command_line_that_are_no_text_are_refused(tmp_path: Path):
+    with pytest.raises(UserError, match=r"run\.output_dir = '\\udcff' is not UTF-8 text"):
+        load_recipe(write(tmp_path, GOOD), ["--run.output_dir=\udcff"])
+
+
+def test_no_time_is_longer_than_clocks_and_sockets_can_count(tmp_path: Path):
+    """poll() counts milliseconds in 31 bits, timedelta 10**9 days."""
+    path = write(tmp_path, GOOD)
+    times = [f"{section}.{name}" for section, model in sections().items() for name in model.model_fields]
+    times = [key for key in times if key.endswith("_s")]
+    assert "trainer.rank_timeout_s" in times
+    for key in times:
+        for value in ("2147484", "1e308", "inf", "nan"):
+            with pytest.raises(UserError, match=key):
+                load_recipe(path, [f"--{key}={value}"])

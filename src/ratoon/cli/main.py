@@ -1,6 +1,7 @@
 """Parses the command line and runs one command. Importing this loads neither torch nor transformers."""
 
 import argparse
+import errno
 import os
 import re
 import sys
@@ -64,6 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read the output has gone; Python's last flush must not complain about it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        complain(known.command, f"{str(error.filename)[:80]}... is a longer path than the system takes; shorten it")
+        return 2
 
 
 def _fill_closed_streams() -> None:

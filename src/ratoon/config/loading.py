@@ -23,6 +23,10 @@ _TOML_WORDS = {"tuple_type": "a list", "model_type": "a table", "dict_type": "a 
 """By pydantic's type of error, what a recipe calls the Python type that its message asks for."""
 
 
+_TEXT_KEYS = frozenset({"alphabet", "options", "pattern", "prompt_template", "stop", "system_prompt"})
+"""Keys whose strings are texts of any characters. All others are names, paths and addresses."""
+
+
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in `path` with `overrides` (`--a.b=v` or `--a.b v`) laid over it.
 
@@ -32,7 +36,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     for key, text in _override_texts(overrides):
         value = _toml_value(text)
         _set(table, key, text if not isinstance(value, str) and _is_plain_string(key) else value)
-    _check_integers(table, path)
+    _check_values(table, path, ())
     try:
         return Recipe.model_validate(_lists_to_tuples(table), strict=True)
     except ValidationError as error:
@@ -125,16 +129,21 @@ def _set(table: Table, key: str, value: Any) -> None:
     table[last] = value
 
 
-def _check_integers(value: Any, path: Path, key: str = "") -> None:
-    """TOML's integers have 64 bits. Larger ones overflow late, and those of thousands of digits cannot be printed."""
+def _check_values(value: Any, path: Path, key: tuple[str, ...]) -> None:
+    """What a type alone lets through, and what would be a failure of Python's where it is used."""
     if isinstance(value, dict):
         for name, inner in typing.cast(Table, value).items():
-            _check_integers(inner, path, f"{key}.{name}" if key else name)
+            _check_values(inner, path, (*key, name))
     elif isinstance(value, list):
         for inner in typing.cast(list[Any], value):
-            _check_integers(inner, path, key)
+            _check_values(inner, path, key)
+    # TOML's integers have 64 bits. Larger ones overflow late, and those of thousands of digits cannot be printed.
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise UserError(f"{path}: {key} is a whole number of more than 64 bits; give a smaller one")
+        raise UserError(f"{path}: {'.'.join(key)} is a whole number of more than 64 bits; give a smaller one")
+    elif isinstance(value, str) and not value.isascii() and value != value.encode(errors="replace").decode():
+        raise UserError(f"{path}: {'.'.join(key)} = {_shown(value)} is not UTF-8 text; give one that is")
+    elif isinstance(value, str) and "\0" in value and not _TEXT_KEYS.intersection(key):
+        raise UserError(f"{path}: {'.'.join(key)} = {_shown(value)} holds a null character, which no path or name may")
 
 
 def _lists_to_tuples(value: Any) -> Any:

@@ -34,8 +34,8 @@ class RunConfig(BaseModel):
     @field_validator("name")
     @classmethod
     def _is_a_folder_name(cls, name: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise ValueError("must be a folder name of letters, digits, '.', '_' and '-'")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
+            raise ValueError("must be a folder name of up to 200 letters, digits, '.', '_' and '-'")
         return name
 
 

@@ -47,6 +47,8 @@ _MAY_CHANGE = (
 _IN_PROCESS = frozenset({"auto", "transformers", "paged"})
 """Engines that draw the same from the same weights, rounding apart; `auto` follows the device, which may change."""
 
+_MAX_NAME_BYTES = 255
+
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
@@ -151,14 +153,23 @@ def open_run_folder(recipe: Recipe, *, fresh: bool) -> RunFolder:
             folder.lock.close()
             raise
     except OSError as error:
-        raise UserError(
-            f"run folder {named} cannot be written ({error.strerror}: {error.filename or named}); "
-            "mend that, or set run.output_dir to another folder"
-        ) from None
+        raise unwritable(named, error) from None
     return folder
 
 
+def unwritable(named: Path, error: OSError) -> UserError:
+    return UserError(
+        f"run folder {named} cannot be written ({error.strerror}: {error.filename or named}); "
+        "mend that, or set run.output_dir to another folder"
+    )
+
+
 def expanded(output_dir: str) -> Path:
+    if any(len(os.fsencode(part)) > _MAX_NAME_BYTES for part in output_dir.split("/")):
+        raise UserError(
+            f"run.output_dir = {output_dir[:80]!r}... has a part of more than {_MAX_NAME_BYTES} bytes, which is more "
+            "than a folder's name may have; shorten it"
+        )
     try:
         return Path(output_dir).expanduser()
     except RuntimeError as error:

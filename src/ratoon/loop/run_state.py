@@ -9,7 +9,7 @@ from typing import Literal
 
 from ratoon.config.recipe import Recipe
 from ratoon.loop.run_files import check_run_files
-from ratoon.loop.run_folder import RECIPE_FILE, check_same_run, expanded
+from ratoon.loop.run_folder import RECIPE_FILE, check_same_run, expanded, unwritable
 from ratoon.metrics import read_metrics
 from ratoon.trainer.checkpoint import checkpoint_step, find_damage
 from ratoon.types.errors import UserError
@@ -39,7 +39,10 @@ def peek_run_folder(recipe: Recipe, *, has_heldout: bool) -> RunState:
     """Reads names, sizes and the metrics; of checkpoints not every byte, as resuming does. Writes nothing."""
     named = expanded(recipe.run.output_dir) / recipe.run.name
     path = named.absolute()
-    parent = next(folder for folder in (path, *path.parents) if folder.exists())
+    try:
+        parent = next(folder for folder in (path, *path.parents) if folder.exists())
+    except OSError as error:  # too long, or behind a folder that may not be read
+        raise unwritable(named, error) from None
     checkpoints = path / "checkpoints"
     problem = _problem(recipe, path, named, parent)
     step = None if problem is not None else _newest_whole_step(checkpoints)
