@@ -185,6 +185,16 @@ def test_memory_is_capped_if_so_told(tmp_path: Path):
         assert "MemoryError" in found.failures.examples[0]
 
 
+@pytest.mark.parametrize("code", ["data = bytearray(10**9)", "import os; os._exit(5)"])
+def test_what_cannot_be_loaded_under_a_cap_on_memory_names_the_cap(tmp_path: Path, code: str):
+    source = f"{code}\ndef score(response):\n    return 1\n"
+    with (
+        open_pool(tmp_path, source, max_memory_gb=0.5) as pool,
+        pytest.raises(UserError, match=r"\(under reward\.max_memory_gb = 0\.5, which may be too little"),
+    ):
+        pool.score_now([group_of("a")])
+
+
 def test_a_worker_that_ends_between_calls_is_replaced(tmp_path: Path):
     """verifiers#1245: a dead sandbox was asked for ever."""
     source = (

@@ -242,7 +242,7 @@ class Scheduler:
                 case ["ready", list() as kinds] if not worker.is_ready:
                     self._greet(worker, kinds)
                 case ["refused", str() as message] if not worker.is_ready:
-                    self._fail(message)
+                    self._fail(message + self._under_limit())
                 case [int() as call_id, float() as seconds, list() as outcomes] if math.isfinite(seconds):
                     self._take_answer(worker, call_id, seconds, outcomes)
                 case _:
@@ -329,7 +329,14 @@ class Scheduler:
                 f"{key}: loading {names} took more than reward.start_timeout_s = {self._config.start_timeout_s:g} s"
                 f"{place}; raise the limit, or mend what the file does when it is imported"
             )
-        return f"{key}: a reward worker {sentence} while it loaded {names}"
+        return f"{key}: a reward worker {sentence} while it loaded {names}{self._under_limit()}"
+
+    def _under_limit(self) -> str:
+        """How libraries fail for want of memory while they load is as various as they are."""
+        num_bytes = self._config.orders.max_memory_bytes
+        if num_bytes is None:
+            return ""
+        return f" (under reward.max_memory_gb = {num_bytes / 1e9:g}, which may be too little to load it: raise it)"
 
     def _file_of(self, worker: WorkerProcess) -> str | None:
         if worker.calls:
