@@ -1,4 +1,4 @@
-"""Every count of a recipe has a most: a value that fits 64 bits does not make a plan that never ends."""
+"""Every number of a recipe has a most: a value that fits 64 bits does not make a plan that never ends."""
 
 import time
 from collections.abc import Iterator
@@ -17,6 +17,11 @@ from ratoon.types.errors import UserError
 CHECKED_BY_A_VALIDATOR = {"trainer.num_processes"}
 """Beside a word: a bound of the field would be asked of the word too."""
 
+ONLY_COMPARED = {
+    "evaluation.pass_threshold", "rollout.server.max_probe_gap", "rollout.vllm.max_probe_gap", "stop.max_kl_old",
+    "stop.max_kl_ref", "stop.min_entropy", "trainer.max_grad_norm",
+}  # fmt: skip
+
 RECIPE = """
 run.name = "r"
 model.fresh = { hidden_size = 32, max_positions = 64 }
@@ -26,12 +31,12 @@ trainer.device = "cpu"
 """
 
 
-def integer_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
+def number_fields(wanted: type, model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
     for name, field in model.model_fields.items():
         for kind, metadata in leaves(field.annotation):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from integer_fields(kind, f"{prefix}{name}.")
-            elif kind is int:
+                yield from number_fields(wanted, kind, f"{prefix}{name}.")
+            elif kind is wanted:
                 yield prefix + name, [*metadata, *field.metadata]
 
 
@@ -55,10 +60,21 @@ def recipe_file(folder: Path) -> Path:
 
 
 def test_every_integer_of_a_recipe_has_an_upper_bound():
-    fields = dict(integer_fields(Recipe))
+    fields = dict(number_fields(int))
     assert {"rollout.group_size", "data.sources.size", "model.fresh.num_layers"} <= fields.keys()
     unbounded = {key for key, metadata in fields.items() if not any(isinstance(each, Le | Lt) for each in metadata)}
     assert unbounded == CHECKED_BY_A_VALIDATOR
+
+
+def test_every_number_of_a_recipe_that_is_reckoned_with_has_an_upper_bound(tmp_path: Path):
+    """1e38 is no float32 any more once it is doubled, and 1e308 no float64."""
+    fields = dict(number_fields(float))
+    unbounded = {key for key, metadata in fields.items() if not any(isinstance(each, Le | Lt) for each in metadata)}
+    assert unbounded == ONLY_COMPARED | {"trainer.betas", "model.lora.dropout"}  # which validators bound
+    path = recipe_file(tmp_path)
+    for key in ("trainer.learning_rate", "algorithm.clip_high", "algorithm.kl_coefficient"):
+        with pytest.raises(UserError, match=rf"{key} = 1e\+38: .*at most 1000000\b"):
+            load_recipe(path, [f"--{key}=1e38"])
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,11 @@ def test_each_name_of_another_library_leads_to_one_key_of_ours():
         (GOOD, ["--trainer.num_steps=true"], ["trainer.num_steps = True", "whole number"]),
         (GOOD, ["--trainer.num_steps=1.5"], ["trainer.num_steps = 1.5", "whole number"]),
         (GOOD, ["--trainer.num_steps=-1"], ["trainer.num_steps = -1", "a whole number at least 0"]),
-        (GOOD, ["--trainer.learning_rate=fast"], ["trainer.learning_rate = 'fast'", "Allowed: a number above 0."]),
+        (
+            GOOD,
+            ["--trainer.learning_rate=fast"],
+            ["trainer.learning_rate = 'fast'", "Allowed: a number above 0 and at most 1000000."],
+        ),
         (GOOD, ["--learning_rate=1e-4"], ["learning_rate = 0.0001", "Did you mean sft.learning_rate"]),
         (GOOD, ["--trainer.group_size=4"], ["trainer.group_size = 4", "Did you mean rollout.group_size"]),
         (GOOD, ["--trainer.lr=1e-4"], ["trainer.lr = 0.0001", "Did you mean learning_rate?"]),

@@ -6,7 +6,7 @@ from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ratoon.types.limits import MAX_REPEATS, MAX_RESPONSES
+from ratoon.types.limits import MAX_FACTOR, MAX_REPEATS, MAX_RESPONSES
 
 AlgorithmName = Literal[
     "grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo"
@@ -81,10 +81,10 @@ class AlgorithmConfig(BaseModel):
     clip_low: float | None = Field(default=0.2, ge=0, lt=1, allow_inf_nan=False)
     """The probability ratio's lower bound is 1 - clip_low. 3e-4 for gspo; absent for cispo: no lower bound."""
 
-    clip_high: float = Field(default=0.2, ge=0, allow_inf_nan=False)
+    clip_high: float = Field(default=0.2, ge=0, le=MAX_FACTOR, allow_inf_nan=False)
     """The probability ratio's upper bound is 1 + clip_high. 0.28 for dapo, 4e-4 for gspo, 4.0 for cispo."""
 
-    dual_clip: float | None = Field(default=None, gt=1, allow_inf_nan=False)
+    dual_clip: float | None = Field(default=None, gt=1, le=MAX_FACTOR, allow_inf_nan=False)
     """With policy_loss clip and several updates a step: the ratio's upper bound where the advantage is negative, which
     is unbounded otherwise. 3.0 is usual."""
 
@@ -93,13 +93,13 @@ class AlgorithmConfig(BaseModel):
     tokens are added up and divided by responses times rollout.max_response_tokens, whatever their lengths (dr-grpo;
     rloo, whose plain sum this is but for the constant)."""
 
-    entropy_coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    entropy_coefficient: float = Field(default=0.0, ge=0, le=MAX_FACTOR, allow_inf_nan=False)
     """Loss per nat of mean token entropy, subtracted; 0 leaves entropy out."""
 
     num_minibatches: int = Field(default=1, ge=1, le=MAX_RESPONSES)
     """Optimizer updates that one rollout's groups are cut into. At 1, no ratio leaves 1 and nothing is clipped."""
 
-    kl_coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    kl_coefficient: float = Field(default=0.0, ge=0, le=MAX_FACTOR, allow_inf_nan=False)
     """Weight of the KL divergence from the reference model, per nat; 0 needs no reference model. GRPO's paper has
     0.04."""
 
@@ -116,7 +116,7 @@ class AlgorithmConfig(BaseModel):
     token-tis: cut at the largest ratio. masked-is: 0 above it. sequence-tis, sequence-masked-is: the same with one
     ratio a response. icepop: 0 outside both bounds. Needs the engine's log-probs."""
 
-    mismatch_max_ratio: float | None = Field(default=None, ge=1, allow_inf_nan=False)
+    mismatch_max_ratio: float | None = Field(default=None, ge=1, le=MAX_FACTOR, allow_inf_nan=False)
     """The largest ratio that counts in full. 2.0; sequence-masked-is 3.0; icepop 5.0."""
 
     mismatch_min_ratio: float | None = Field(default=None, gt=0, le=1)

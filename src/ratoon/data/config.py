@@ -57,7 +57,7 @@ class SourceConfig(BaseModel):
     name: str | None = Field(default=None, min_length=1)
     """What prompt ids, metrics and reports call it; absent: the file's or folder's name, or the generator's."""
 
-    weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    weight: float | None = Field(default=None, gt=0, le=MAX_ROWS, allow_inf_nan=False)
     """Prompts of a step come from each source in proportion to its weight; a small source is repeated. All sources
     have one or none has: then they are one pool, in which every prompt is equally frequent."""
 

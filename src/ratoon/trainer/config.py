@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ratoon.types.limits import MAX_PROCESSES, MAX_PROCESSES_OF_HOST, MAX_RESPONSES, MAX_STEPS
+from ratoon.types.limits import MAX_FACTOR, MAX_PROCESSES, MAX_PROCESSES_OF_HOST, MAX_RESPONSES, MAX_STEPS
 
 
 class TrainerConfig(BaseModel):
@@ -16,7 +16,7 @@ class TrainerConfig(BaseModel):
     num_steps: int = Field(default=100, ge=0, le=MAX_STEPS)
     """Steps of the run: one rollout of `rollout.prompts_per_step` prompts and the updates made from it."""
 
-    learning_rate: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
+    learning_rate: float = Field(default=1e-6, gt=0, le=MAX_FACTOR, allow_inf_nan=False)
     """AdamW's peak learning rate."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -25,7 +25,7 @@ class TrainerConfig(BaseModel):
     warmup_steps: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps over which the learning rate rises from 0."""
 
-    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.0, ge=0, le=MAX_FACTOR, allow_inf_nan=False)
     """AdamW's decoupled decay, applied to matrices only."""
 
     betas: tuple[float, float] = (0.9, 0.95)
@@ -112,7 +112,7 @@ class SftConfig(BaseModel):
     prompts_per_step: int = Field(default=32, ge=1, le=MAX_RESPONSES)
     """Prompts (with their answers) in one update."""
 
-    learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
+    learning_rate: float = Field(default=1e-3, gt=0, le=MAX_FACTOR, allow_inf_nan=False)
     """AdamW's peak learning rate; it falls linearly to a tenth of that."""
 
     warmup_steps: int = Field(default=10, ge=0, le=MAX_STEPS)

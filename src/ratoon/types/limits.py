@@ -25,6 +25,9 @@ MAX_ROWS = 1_000_000_000
 MAX_MIB = 1 << 24
 """16 TiB."""
 
+MAX_FACTOR = 1_000_000
+"""Of a loss, a gradient or a probability ratio: float32 holds what they come to."""
+
 MAX_PROCESSES = 1 << 16
 """Of all hosts. Each has microbatches of its own, which takes this many half a minute to plan."""
 

@@ -16,7 +16,7 @@ class VllmConfig(BaseModel):
     """Share of a GPU's memory for vLLM: its copy of the weights, activations and the key/value cache. The trainer needs
     the rest, or all of it while vLLM sleeps."""
 
-    cache_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    cache_gib: float | None = Field(default=None, gt=0, le=MAX_MIB // 1024, allow_inf_nan=False)
     """GiB of the key/value cache. Absent: on a GPU what `gpu_memory_utilization` leaves, on a CPU 1."""
 
     max_model_len: int | None = Field(default=None, ge=2, le=MAX_TOKENS)
