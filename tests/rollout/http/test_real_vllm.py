@@ -29,7 +29,9 @@ pytestmark = [
 ]
 SAMPLING = SamplingParams(temperature=0.7, max_response_tokens=40, seed=3)
 LONG = SamplingParams(temperature=0.7, max_response_tokens=200, seed=3)
-OPTIONS = ("--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "16", "--enforce-eager")
+SECONDS_LONG = SamplingParams(temperature=0.7, max_response_tokens=1500, seed=3)
+"""So that a server is not done, all of it on its way, before this process comes to kill it on a busy machine."""
+OPTIONS = ("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16", "--enforce-eager")
 
 
 def small_qwen3() -> Qwen3ForCausalLM:
@@ -43,7 +45,7 @@ def small_qwen3() -> Qwen3ForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=256,
+        max_position_embeddings=2048,
         initializer_range=0.2,
         tie_word_embeddings=True,
         eos_token_id=EOS,
@@ -174,7 +176,7 @@ def kill_api_server(engine: ServerEngine) -> None:
 
 
 async def killed_while_generating(engine: ServerEngine) -> list[RolloutGroup]:
-    calls = [engine.generate(p, group_size=4, sampling=LONG, step=7) for p in make_prompts([5, 17])]
+    calls = [engine.generate(p, group_size=4, sampling=SECONDS_LONG, step=7) for p in make_prompts([5, 17, 9, 30])]
     tasks = [asyncio.create_task(call) for call in calls]
     while sum(call.draft.num_tokens for call in engine._calls.values()) < 20:
         await asyncio.sleep(0.002)

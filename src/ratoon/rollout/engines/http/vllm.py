@@ -11,6 +11,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ratoon.rollout.engines.http.common_endpoints import facts_of_models, is_healthy
 from ratoon.rollout.engines.http.protocol import (
     ChunkEnd,
@@ -48,6 +50,8 @@ class VllmListing:
             *("--stream-interval", str(_STREAM_INTERVAL)),
             # Else the model folder's own top_p and the like are laid over every request.
             *("--generation-config", "vllm"),
+            # vLLM sets a draw's generator back where only a part of a prompt was computed, and a CPU's cannot be.
+            *(() if torch.cuda.is_available() else ("--no-enable-chunked-prefill",)),
         ]
 
     def environment(self) -> dict[str, str]:
