@@ -66,8 +66,8 @@ class MasterOptimizer:
             self.clear()
             raise FloatingPointError(
                 f"the gradient's norm is {norm}; the weights were left as they are. What does it is a large "
-                "trainer.learning_rate, algorithm.kl_coefficient or algorithm.entropy_coefficient, or model.dtype of 16 "
-                "bits, in which a model may overflow. These do not change within a run: set them in a new one "
+                "trainer.learning_rate, algorithm.kl_coefficient or algorithm.entropy_coefficient, or a 16-bit "
+                "model.dtype, in which a model may overflow. These do not change within a run: set them in a new one "
                 "(--run.name=NAME), or start anew with --fresh (the old run is set aside)"
             )
         for group in self.adamw.param_groups:
