@@ -118,11 +118,15 @@ def test_wrong_text_is_refused_in_a_process_without_torch(
         (["--trainer.betas=[0.9]"], ["trainer.betas = [0.9] is too short", "a list of 2, each a number"]),
         (["--trainer.betas=[0.9, 'x']"], ["trainer.betas[1] = 'x'", "a list of 2, each a number"]),
         (["--trainer.betas=[0.9, 0.9, 0.9]"], ["trainer.betas = [0.9, 0.9, 0.9]", "a list of 2, each a number"]),
-        (["--rollout.stop=[1]"], ["rollout.stop[0] = 1", "a list of a string"]),
+        (["--rollout.stop=[1]"], ["rollout.stop[0] = 1", "a list of strings."]),
+        (["--logging.sinks=3"], ["logging.sinks = 3: input should be a list.", "a list of any of 'tensorboard', "]),
         (["--data=3"], ["data = 3: input should be a table.", "a table with source"]),
         (["--model.lora=true"], ["model.lora = True: input should be a table.", "a table with rank"]),
         (["--data.options=x"], ["data.options = 'x': input should be a table."]),
-        (["--reward.components={}"], ["reward.components = {}: input should be a list."]),
+        (
+            ["--reward.components={}"],
+            ["reward.components = {}: input should be a list.", "a list of tables with extract, "],
+        ),
         (
             ["--reward.components=[{}, {}]"],
             ["reward.components[0].function is missing", "reward.components[1].function"],

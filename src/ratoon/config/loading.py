@@ -269,7 +269,12 @@ def _type_in_words(annotation: Any) -> str:
         return " or ".join(_type_in_words(argument) for argument in arguments if argument is not type(None))
     if origin is tuple:
         words = _type_in_words(arguments[0])
-        return f"a list of {words}" if Ellipsis in arguments else f"a list of {len(arguments)}, each {words}"
+        if Ellipsis not in arguments:
+            return f"a list of {len(arguments)}, each {words}"
+        if get_origin(arguments[0]) is Literal:
+            return f"a list of any of {words}"
+        kind, with_word, rest = words.removeprefix("a ").partition(" with ")  # "a table with its, keys"
+        return f"a list of {kind}s{with_word}{rest}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "a table with " + ", ".join(annotation.model_fields)
     plain: dict[Any, str] = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
