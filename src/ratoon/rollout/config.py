@@ -26,8 +26,8 @@ class RolloutConfig(BaseModel):
     """`"transformers"` and `"paged"` generate in this process, on the trainer's own weights: by transformers'
     continuous batching, or response by response over a paged cache, in CUDA graphs where there is a GPU. `"vllm"`
     generates in this process too, on a copy of them (`[rollout.vllm]`); `"vllm-server"` and `"sglang-server"` on the
-    server of `[rollout.server]`. `"auto"` is `"paged"` on a GPU, unless the model is quantised, and
-    `"transformers"` elsewhere."""
+    server of `[rollout.server]`. `"auto"` is `"paged"` on a GPU, unless the model is quantised, and anywhere with
+    `return_routed_experts` or `model.batch_invariant`, which need it; else `"transformers"`."""
 
     server: ServerConfig = ServerConfig()
     """Of the engines `vllm-server` and `sglang-server`."""
