@@ -309,3 +309,17 @@ def test_spoilt_weights_are_named(value: float):
         model.get_parameter("model.layers.1.mlp.up_proj.weight")[0, 0] = value
     with pytest.raises(UserError, match=r"NaN or infinite, in 1 of its tensors, first model.layers.1.mlp.up_proj"):
         attach(model)
+
+
+def test_a_model_that_overflows_is_not_said_to_have_a_wrong_layout():
+    model = build_model("llama", dtype=torch.float16)
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight").fill_(6e4)
+    with pytest.raises(UserError, match=r"finite weights, and log-probs that are not, .* overflows in torch.float16"):
+        attach(model)
+
+
+def test_attention_that_alone_gives_nan_is_a_wrong_layout(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(interface, "forest_attention", lambda q_THD, k_THD, v_THD, *_, **__: q_THD * float("nan"))
+    with pytest.raises(UserError, match=r"failed the check at attach time: .* its log-probs on a small forest are not"):
+        attach(build_model("llama", dtype=torch.float32))

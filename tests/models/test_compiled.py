@@ -22,6 +22,7 @@ from ratoon.models import (
     set_recompute,
     stock_attention,
 )
+from ratoon.models.compiled import layers_as_written
 from ratoon.types import Prompt, Response, RolloutGroup, UserError
 
 torch.set_num_threads(1)
@@ -115,6 +116,15 @@ def test_generation_compiles_nothing():
     assert num_graphs() == 0
     forward_logprobs(model, make_layout(9, 4))
     assert num_graphs() > 0
+
+
+def test_layers_as_written_compile_nothing():
+    model = set_compile(attach(build_model("qwen3", dtype=torch.float32)), "layers", backend=BACKEND)
+    with layers_as_written(model), torch.no_grad():
+        assert not is_compiled(model)
+        forward_logprobs(model, make_layout(9, 4))
+    assert num_graphs() == 0
+    assert is_compiled(model)
 
 
 def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch):

@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from ratoon.rollout import RolloutConfig, RolloutError, RolloutStalledError, build_engine
 from ratoon.rollout.engines.in_process import InProcessEngine
 from ratoon.rollout.engines.worker import WorkerThread
+from ratoon.rollout.errors import NonFiniteLogitsError
 from ratoon.types import SamplingParams
 
 SAMPLING = SamplingParams(temperature=0.7, max_response_tokens=9)
@@ -72,7 +73,7 @@ def test_weights_that_are_not_finite_are_named(build: Build, model: Qwen3ForCaus
     with torch.no_grad():
         head[5] = float("nan")
     for temperature in (0.0, 0.7):
-        with pytest.raises(RolloutError, match="logits are not finite"):
+        with pytest.raises(NonFiniteLogitsError, match="logits are not finite"):
             draw(engine, make_prompts([4]), 1, SamplingParams(temperature=temperature, max_response_tokens=3))
     with torch.no_grad():
         head.copy_(before)

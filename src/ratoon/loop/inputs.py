@@ -24,6 +24,7 @@ from ratoon.models import (
 )
 from ratoon.models.config import AttentionImpl
 from ratoon.models.invariant import check_machine
+from ratoon.models.soundness import SpoiltModelError, describe_spoilt, spoilt_weights
 from ratoon.rewards import RewardPool
 from ratoon.rollout import check_engine, check_model
 from ratoon.rollout.model_checks import check_batch_invariant
@@ -58,6 +59,19 @@ class Inputs:
         eos_token_id = self.tokenizer.eos_token_id
         assert isinstance(eos_token_id, int), f"a loaded tokenizer has one EOS token, got {eos_token_id!r}"
         return eos_token_id
+
+    def changed_files(self, step: int, digests: Mapping[str, str]) -> list[str]:
+        """A sentence on each Python file that is another than at the checkpoint of `step`, which has `digests`."""
+        return [
+            f"the Python file that {key} names has changed since the checkpoint of step {step}: "
+            + (
+                "the warm start followed the old one, and is not made again"
+                if key.startswith("sft.")
+                else "steps from here on follow the new one, those before followed the old one"
+            )
+            for key, digest in digests.items()
+            if self.user_files.get(key, digest) != digest
+        ]
 
     def supervised(self, prompts: Sequence[Prompt]) -> tuple[RolloutGroup, ...]:
         """Groups of one response: each prompt's demonstration."""
@@ -114,8 +128,23 @@ def _reward_pool(recipe: Recipe, recipe_dir: Path) -> RewardPool:
 def load_model(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, checkpoint: Path | None, device: torch.device
 ) -> PreTrainedModel:
-    """The policy, attached, on `device`: from `checkpoint` if there is one, else as the recipe says."""
-    model = build_policy(recipe.model, seed=recipe.run.seed, device=device, checkpoint=checkpoint)
+    """The policy, attached, on `device`: from `checkpoint` if there is one, else as the recipe says.
+
+    Raises UserError for a checkpoint of a policy that was spoilt, which versions before this one saved.
+    """
+    try:
+        model = build_policy(recipe.model, seed=recipe.run.seed, device=device, checkpoint=checkpoint)
+        if checkpoint is not None and recipe.model.lora is not None:  # loaded after the base was checked
+            spoilt = spoilt_weights(model.named_parameters())
+            if spoilt:
+                raise SpoiltModelError(f"it has {describe_spoilt(spoilt)}")
+    except SpoiltModelError as error:
+        if checkpoint is None:
+            raise
+        raise UserError(
+            f"checkpoint {checkpoint} holds a spoilt policy: {error}. Remove that folder to go on from the checkpoint "
+            "before it, or start anew with --fresh and a lower trainer.learning_rate"
+        ) from error
     align_eos(model, tokenizer)
     return model
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -23,6 +23,7 @@ from ratoon.loop.memory_watch import MemoryWatch
 from ratoon.loop.publisher import Publisher
 from ratoon.loop.run_folder import RunFolder
 from ratoon.loop.run_memory import row_counts
+from ratoon.loop.soundness import Soundness, SpoiltPolicyError
 from ratoon.loop.stages import MainScores, attach_advantages, plan_updates
 from ratoon.loop.step_rollout import StepRollout, roll_out, without_truncated
 from ratoon.loop.stop_rules import StopReason, StopRules
@@ -80,6 +81,7 @@ class SynchronousRun:
         self.model = model
         self.engine = engine
         self.sampled = sampled
+        self.soundness = Soundness(model, sampled, inputs.prompts.train, inputs.eos_token_id, data_parallel)
         self.publisher = Publisher(recipe.rollout, model, engine, inputs.tokenizer, sampled=sampled)
         self.rewards = MainScores(inputs.rewards, data_parallel)
         self.folder = folder
@@ -114,7 +116,8 @@ class SynchronousRun:
         restore_rng(saved.state["rng"])
         if not ranks.is_main:  # whose generators they are
             torch.manual_seed(self.recipe.run.seed + saved.step + ranks.rank)
-        self._warn_of_changed_files(saved.step, saved.position.get("user_files", {}))
+        for sentence in self.inputs.changed_files(saved.step, saved.position.get("user_files", {})):
+            self.view.warn(sentence)
         self.prompts.restore(StreamState(**saved.position["prompts"]))
         if _WAITING in saved.state:
             self.waiting = WaitingGroups.restore(saved.state[_WAITING], self.prompts)
@@ -139,18 +142,6 @@ class SynchronousRun:
         told = self.data_parallel.all_reduce_maxima({"stop": float(self.is_stopping or self._all_stop)})
         self._all_stop = told["stop"] > 0
         return self._all_stop
-
-    def _warn_of_changed_files(self, step: int, digests: Mapping[str, str]) -> None:
-        for key, digest in digests.items():
-            if self.inputs.user_files.get(key, digest) != digest:
-                fate = (
-                    "the warm start followed the old one, and is not made again"
-                    if key.startswith("sft.")
-                    else "steps from here on follow the new one, those before followed the old one"
-                )
-                self.view.warn(
-                    f"the Python file that {key} names has changed since the checkpoint of step {step}: {fate}"
-                )
 
     def warm_start(self) -> bool:
         """The supervised stage: cross-entropy on the demonstrations, with an optimizer of its own.
@@ -305,9 +296,13 @@ class SynchronousRun:
         return scored.groups
 
     def save(self) -> None:
-        """A checkpoint of this step, complete or absent; the best one so far is kept with the newest."""
+        """A checkpoint of this step, complete or absent; the best one so far is kept with the newest.
+
+        Raises SpoiltPolicyError, and writes and removes nothing, where no run could go on from it.
+        """
         best = self._best_step() if self.recipe.evaluation.keep_best else None
         with self._phase("checkpoint"):
+            self.soundness.require(self.num_steps_done, newest=self.newest_checkpoint)
             self.newest_checkpoint = save_shared_checkpoint(
                 self.folder.checkpoints,
                 self.num_steps_done,
@@ -330,14 +325,17 @@ class SynchronousRun:
             yield
         except CollectiveError:
             raise  # the ranks can write nothing together any more
-        except Exception:
+        except Exception as error:
             newest = self.newest_checkpoint
-            if newest is None or checkpoint_step(newest) != self.num_steps_done:
-                self.prompts.restore(prompts)
-                try:
+            self.prompts.restore(prompts)
+            try:  # the first failure is the cause
+                self.soundness.require_innocent(error, self.num_steps_done, newest=newest)
+                if newest is None or checkpoint_step(newest) != self.num_steps_done:
                     self.save()
-                except Exception as failure:  # the first failure is the cause
-                    self.view.warn(f"the steps since the last checkpoint could not be saved either: {failure}")
+            except SpoiltPolicyError as failure:
+                self.view.warn(str(failure))
+            except Exception as failure:
+                self.view.warn(f"the steps since the last checkpoint could not be saved either: {failure}")
             raise
 
     def _best_step(self) -> int | None:

@@ -1,5 +1,7 @@
 """Layers that torch.compile has fused, around an attention that it does not look into."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import get_args
 
 from transformers import PreTrainedModel
@@ -26,6 +28,19 @@ def can_compile(model: PreTrainedModel) -> bool:
 def is_compiled(model: PreTrainedModel) -> bool:
     """Whether its layers are: `set_compile` "layers"."""
     return any(module._compiled_call_impl is not None for module in model.modules())
+
+
+@contextmanager
+def layers_as_written(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the layers run as transformers wrote them: one pass without gradients is not worth graphs of its own."""
+    compiled = [(module, call) for module in model.modules() if (call := module._compiled_call_impl) is not None]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
 
 
 def set_compile(model: PreTrainedModel, mode: Compile, *, backend: str = "inductor") -> PreTrainedModel:

@@ -17,6 +17,7 @@ from ratoon.models.forest import AttentionCall, Forest
 from ratoon.models.forward import score_forest
 from ratoon.models.interface import attachment_of, stock_attention
 from ratoon.models.shape import layer_windows, model_shape
+from ratoon.models.soundness import SpoiltModelError, describe_spoilt, spoilt_weights
 from ratoon.types import Prompt, Response, RolloutGroup, UserError
 
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -45,11 +46,13 @@ def check_against_stock(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
     tolerance = TOLERANCES[model.dtype] * half_range
     error = float((logprobs_M - expected_M).abs().max())
     if not error <= tolerance:
-        _refuse_spoilt_weights(model)
+        _refuse_spoilt(model, expected_M)
+        is_number = bool(logprobs_M.isfinite().all())
+        found = f"differ by {error:.2e} nats, allowed {tolerance:.2e}" if is_number else "are not finite"
         raise UserError(
-            f"{name} failed the check at attach time: on a small forest its log-probs differ from one forward pass "
-            f"per sequence by {error:.2e} nats, allowed {tolerance:.2e} in {model.dtype}; its attention or head does "
-            "something that packed layouts do not carry, so it cannot be trained on them"
+            f"{name} failed the check at attach time: beside one forward pass per sequence, its log-probs on a small "
+            f"forest {found} in {model.dtype}; its attention or head does something that packed layouts do not carry, "
+            "so it cannot be trained on them"
         )
     num_last = groups[-1].responses[-1].num_tokens
     leak = float((logprobs_M - changed_M)[:-num_last].abs().max())
@@ -63,13 +66,26 @@ def check_against_stock(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
     return tuple(calls)
 
 
-def _refuse_spoilt_weights(model: PreTrainedModel) -> None:
-    spoilt = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+def _refuse_spoilt(model: PreTrainedModel, stock_logprobs_M: Tensor) -> None:
+    """Raises SpoiltModelError where the model's numbers are no numbers in any layout."""
+    name = type(model).__name__
+    spoilt = spoilt_weights(model.named_parameters())
     if spoilt:
-        raise UserError(
-            f"{type(model).__name__} has weights that are NaN or infinite, in {len(spoilt)} of its tensors, first "
-            f"{spoilt[0]}; take weights from before they were spoilt"
+        raise SpoiltModelError(f"{name} has {describe_spoilt(spoilt)}; take weights from before they were spoilt")
+    if not stock_logprobs_M.isfinite().all():
+        raise SpoiltModelError(
+            f"{name} has finite weights, and log-probs that are not, in transformers' own forward pass too: it "
+            f'overflows in {model.dtype}; take model.dtype = "float32" (or "bfloat16") where that is 16 bits, or '
+            "weights from before they were spoilt"
         )
+
+
+def checked_sequences(model: PreTrainedModel) -> list[NDArray[np.int64]]:
+    """Token ids of what `check_against_stock` scores: prompt and response of each sequence."""
+    groups = _groups(model_shape(model.config).vocab_size, last_seed=0)
+    return [
+        np.concatenate([group.prompt.token_ids, response.token_ids]) for group in groups for response in group.responses
+    ]
 
 
 def _groups(vocab_size: int, last_seed: int) -> list[RolloutGroup]:

@@ -11,5 +11,9 @@ class RolloutError(RuntimeError):
     """
 
 
+class NonFiniteLogitsError(RolloutError):
+    """The policy itself is at fault: its logits are NaN or infinite, so no token can be drawn."""
+
+
 class RolloutStalledError(RolloutError, TimeoutError):
     """No token appeared for `rollout.timeout_s`; the message names what was waited for."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ratoon.rollout.drafts import ResponseDraft
 from ratoon.rollout.draws import sample_tokens, uniform_draws
-from ratoon.rollout.errors import RolloutError
+from ratoon.rollout.errors import NonFiniteLogitsError
 from ratoon.rollout.truncation import Truncation, sample_kept_tokens
 
 TokenScore = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -23,8 +23,8 @@ def draw_tokens(
     """The next token of each draft: [B] int64, with its log-prob [B] float32.
 
     logits_BV: [B, V] float32, B at least 1. Drafts are told what their token was drawn among; they have not taken it
-    yet. score: gives the log-probs of tokens drawn from the whole vocabulary. Raises RolloutError where logits are not
-    finite, UserError where what a token was drawn among does not fit.
+    yet. score: gives the log-probs of tokens drawn from the whole vocabulary. Raises NonFiniteLogitsError where logits
+    are not finite, UserError where what a token was drawn among does not fit.
     """
     token_B, logprob_B = _draw(drafts, logits_BV, score)
     check_finite(bool(torch.isfinite(logprob_B).all()))
@@ -32,9 +32,9 @@ def draw_tokens(
 
 
 def check_finite(are_finite: bool) -> None:
-    """Raises RolloutError where the log-probs of drawn tokens are not."""
+    """Raises NonFiniteLogitsError where the log-probs of drawn tokens are not."""
     if not are_finite:
-        raise RolloutError(
+        raise NonFiniteLogitsError(
             "the model's logits are not finite, so no token can be drawn; the weights hold NaN or infinity, "
             "or overflow in this dtype: look at the gradient norm of the last steps"
         )
