@@ -148,6 +148,21 @@ def test_a_checkpoint_that_goes_while_it_is_copied_is_said(tmp_path: Path, monke
     assert not [name for name in os.listdir(tmp_path) if "out" in name]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, value: float):
+    model = tiny_model(dtype=torch.bfloat16)
+    save(tmp_path / "run", 3, model)
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.up_proj.weight")[2, 3] = value
+    spoilt = save(tmp_path / "run", 4, model)
+    with pytest.raises(
+        UserError, match=r"step-000004 cannot be exported: .* in 1 of its tensors, first model.layers.1"
+    ):
+        export_checkpoint(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    export_to(spoilt.with_name("step-000003"), tmp_path / "out")
+
+
 @pytest.mark.parametrize("out", ["checkpoints/step-000099", "checkpoints/a/b", "checkpoints/step-000001/model"])
 def test_an_export_among_the_checkpoints_is_refused(tmp_path: Path, out: str):
     save(tmp_path, 1, tiny_model())

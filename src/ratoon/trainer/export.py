@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from ratoon.models import align_eos, load_merged
 from ratoon.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ratoon.models.base_model import BASE_FILE
+from ratoon.models.soundness import describe_spoilt, spoilt_in_folder
 from ratoon.trainer.checkpoint import MANIFEST, checkpoint_step, find_damage, latest_checkpoint, model_files
 from ratoon.trainer.durable_files import PARTIAL_PREFIX, fsync_folder, fsync_tree
 from ratoon.types import UserError
@@ -47,8 +48,9 @@ def export_checkpoint(
     adapters: as `AdapterExport` unless given.
     `AutoModelForCausalLM.from_pretrained(out_dir)` and `AutoTokenizer.from_pretrained(out_dir)` read the result, or
     `PeftModel.from_pretrained(base, out_dir)` where adapters are not merged. The folder appears once it is whole.
-    Raises UserError when there is no such checkpoint, `out_dir` holds anything or lies among a run's checkpoints, or
-    the base of adapters is gone or another; and for wishes about adapters that the checkpoint does not have.
+    Raises UserError when there is no such checkpoint, `out_dir` holds anything or lies among a run's checkpoints, the
+    base of adapters is gone or another, or weights are NaN or infinite; and for wishes about adapters that the
+    checkpoint does not have.
     """
     checkpoint = _find_checkpoint(source, warn)
     has_adapters = (checkpoint / BASE_FILE).is_file()
@@ -75,6 +77,7 @@ def export_checkpoint(
         adapters = adapters or AdapterExport()
         if has_adapters and adapters.is_merged:
             _merge(partial, checkpoint, adapters)
+        _refuse_spoilt(partial, checkpoint)
         fsync_tree(partial)
         partial.rename(target)
         fsync_folder(target.parent)
@@ -101,6 +104,16 @@ def _merge(folder: Path, checkpoint: Path, adapters: AdapterExport) -> None:
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_FILE):
         (folder / name).unlink()
     model.save_pretrained(folder)
+
+
+def _refuse_spoilt(folder: Path, checkpoint: Path) -> None:
+    """folder: what is to become the export."""
+    names = spoilt_in_folder(folder)
+    if names:
+        raise UserError(
+            f"checkpoint {checkpoint} cannot be exported: its model has {describe_spoilt(names)}; export an older "
+            "checkpoint by its folder, or train anew with a lower trainer.learning_rate"
+        )
 
 
 def _holds_checkpoints(folder: Path) -> bool:
