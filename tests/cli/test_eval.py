@@ -179,6 +179,15 @@ def test_prompt_that_the_model_cannot_hold_is_named(run: Path, evaluate: Eval, t
     assert "Traceback" not in err
 
 
+def test_cache_that_is_too_small_is_refused_before_a_model_loads(
+    run: Path, model: Path, trained: Path, evaluate: Eval, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("ratoon.loop.model_evaluation.load_model", lambda *_, **__: pytest.fail("a model is loaded"))
+    for arguments in ((run,), (model, "--recipe", trained / "recipe.toml")):
+        status, _, err = evaluate(*arguments, "--rollout.cache_tokens=1")
+        assert status == 2 and "needs 32 cache tokens, over rollout.cache_tokens=1" in err, err
+
+
 def test_run_finds_its_files_from_any_folder_also_moved(
     run: Path, evaluate: Eval, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -20,6 +20,15 @@ SERVER = "--rollout.engine=vllm-server"
             (SERVER, "--rollout.server.url=http://[::1]:9", "--rollout.server.api_key_variable=RATOON_NO_KEY"),
             "RATOON_NO_KEY, which is not set",
         ),
+        (("--rollout.cache_tokens=31",), "needs 32 cache tokens, over rollout.cache_tokens=31; raise it"),
+        (
+            ("--rollout.engine=paged", "--rollout.cache_tokens=127"),
+            "needs 128 cache tokens in blocks of 64, over rollout.cache_tokens=127; raise it",
+        ),
+        (
+            ("--rollout.cache_tokens=32", "--evaluation.max_response_tokens=20"),
+            "with a response of up to 20 needs 48 cache tokens, over rollout.cache_tokens=32; raise it",
+        ),
     ],
 )
 def test_a_plan_refuses_what_training_would_before_it_loads_a_model(
@@ -32,6 +41,14 @@ def test_a_plan_refuses_what_training_would_before_it_loads_a_model(
     assert complaint in trained.err
     assert trained.err.removeprefix("ratoon train: ") == planned.err.removeprefix("ratoon plan: ")
     assert not tiny.run_dir.exists()
+
+
+@pytest.mark.parametrize(("engine", "cache_tokens"), [("transformers", 32), ("paged", 128)])
+def test_the_least_cache_that_a_plan_lets_pass_is_enough(tiny: TinyRun, engine: str, cache_tokens: int):
+    """The numbers that the engine itself goes by."""
+    overrides = (f"--rollout.engine={engine}", f"--rollout.cache_tokens={cache_tokens}", "--trainer.num_steps=1")
+    assert tiny.main(["plan", str(tiny.recipe), *overrides]).status == 0
+    assert tiny.train(*overrides).status == 0
 
 
 def test_sampling_of_evaluations_that_are_not_made_is_not_checked(tiny: TinyRun):

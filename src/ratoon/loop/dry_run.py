@@ -157,7 +157,7 @@ def dry_run(
     check_waits(recipe, num_ranks)
     mesh = MeshShape.of(recipe, num_ranks)
     model = preview_model(recipe.model)
-    with load_inputs(recipe, recipe_dir) as inputs:
+    with load_inputs(recipe, recipe_dir, device_type=device_type) as inputs:
         prompts = inputs.prompts
     longest = prompts.report.lengths.maximum + recipe.rollout.max_response_tokens
     if gpu_memory_gib is not None and device_type != "cuda":

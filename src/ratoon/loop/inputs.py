@@ -13,6 +13,7 @@ from ratoon.config.recipe import Recipe
 from ratoon.data import PromptSplit, load_prompts, supervised_examples
 from ratoon.data.user_function import python_target
 from ratoon.loop.demonstrations import demonstrations_of
+from ratoon.loop.run_memory import engine_of
 from ratoon.models import (
     align_eos,
     build_policy,
@@ -26,9 +27,10 @@ from ratoon.models.config import AttentionImpl
 from ratoon.models.invariant import check_machine
 from ratoon.models.soundness import SpoiltModelError, describe_spoilt, spoilt_weights
 from ratoon.rewards import RewardPool
-from ratoon.rollout import check_engine, check_model
+from ratoon.rollout import check_cache, check_engine, check_model
 from ratoon.rollout.model_checks import check_batch_invariant
 from ratoon.types.errors import UserError
+from ratoon.types.model_shape import ModelShape
 from ratoon.types.rollouts import Prompt, RolloutGroup
 
 
@@ -83,10 +85,10 @@ class Inputs:
         )
 
 
-def load_inputs(recipe: Recipe, recipe_dir: Path, *, scores: bool = True) -> Inputs:
+def load_inputs(recipe: Recipe, recipe_dir: Path, *, scores: bool = True, device_type: str | None = None) -> Inputs:
     """Reads tokenizer, prompts and reward functions, whose workers live until the result is closed.
 
-    scores: False leaves the reward functions out.
+    scores: False leaves the reward functions out. device_type: that the recipe is for, where it may not be here.
     Files the recipe names are relative to `recipe_dir`. Raises UserError for whatever is wrong in them, and for prompts
     that the limits leave no room for.
     """
@@ -100,6 +102,9 @@ def load_inputs(recipe: Recipe, recipe_dir: Path, *, scores: bool = True) -> Inp
         prompts = load_prompts(recipe.data, tokenizer, base_dir=recipe_dir)
         check_token_ids((*prompts.train, *prompts.heldout), preview.shape.vocab_size)
         _check_room(recipe, prompts)
+        device_type = device_type or resolve_device(recipe.trainer.device).type
+        check_cache_room(recipe, preview.shape, prompts.train, recipe.rollout.max_response_tokens, device_type)
+        check_cache_room(recipe, preview.shape, prompts.heldout, max_answer_tokens(recipe), device_type)
         if rewards is not None:
             rewards.check((*prompts.train, *prompts.heldout), prompts.columns)
         texts: tuple[str, ...] = ()
@@ -159,6 +164,11 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+def max_answer_tokens(recipe: Recipe) -> int:
+    """Of one answer in an evaluation."""
+    return recipe.evaluation.max_response_tokens or recipe.rollout.max_response_tokens
 
 
 def check_attention(impl: AttentionImpl) -> None:
@@ -233,6 +243,23 @@ def _check_room(recipe: Recipe, prompts: PromptSplit) -> None:
     _check_fits(everyone, key, most, *limit)
     if recipe.evaluation.max_response_tokens is not None:
         _check_fits(prompts.heldout, "evaluation.max_response_tokens", recipe.evaluation.max_response_tokens, *limit)
+
+
+def check_cache_room(
+    recipe: Recipe, shape: ModelShape, prompts: Sequence[Prompt], most_tokens: int, device_type: str
+) -> None:
+    """Raises UserError where `rollout.cache_tokens` cannot hold the longest prompt with a response of `most_tokens`."""
+    longest = max(prompts, key=lambda prompt: prompt.num_tokens, default=None)
+    if recipe.rollout.cache_tokens is None or longest is None:
+        return
+    check_cache(
+        recipe.rollout.cache_tokens,
+        engine_of(recipe, device_type),
+        shape,
+        longest,
+        most_tokens,
+        by_kernels=device_type == "cuda" or recipe.model.batch_invariant,
+    )
 
 
 def _check_fits(prompts: Sequence[Prompt], key: str, most_tokens: int, limit_key: str, limit: int) -> None:

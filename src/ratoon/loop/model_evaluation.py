@@ -11,8 +11,16 @@ from transformers.utils.logging import disable_progress_bar
 from ratoon.config.recipe import Recipe
 from ratoon.data import load_prompts
 from ratoon.loop.evaluation import Answers, Evaluation, answer, measure
-from ratoon.loop.inputs import check_attention, check_rollout, load_model, resolve_device
+from ratoon.loop.inputs import (
+    check_attention,
+    check_cache_room,
+    check_rollout,
+    load_model,
+    max_answer_tokens,
+    resolve_device,
+)
 from ratoon.models import check_vocabulary, fresh_tokenizer, load_tokenizer, preview_model
+from ratoon.models.config import ModelConfig
 from ratoon.rewards import RewardPool
 from ratoon.rollout import RolloutEngine, build_engine, check_model
 from ratoon.types.errors import UserError, first_cause
@@ -61,7 +69,10 @@ def evaluate_model(
     for line in split.report.warnings:
         warn(line)
     prompts = (split.heldout if task.heldout_only else (*split.train, *split.heldout))[: task.max_prompts]
-    most_tokens = recipe.evaluation.max_response_tokens or recipe.rollout.max_response_tokens
+    most_tokens = max_answer_tokens(recipe)
+    if recipe.rollout.cache_tokens is not None:
+        shape = preview_model(_model_config(recipe, task.checkpoint)).shape
+        check_cache_room(recipe, shape, prompts, most_tokens, device.type)
     with RewardPool(recipe.reward, base_dir=task.base_dir, max_response_tokens=most_tokens) as rewards:
         rewards.show_output(None)
         rewards.check(prompts, split.columns)
@@ -76,6 +87,13 @@ def evaluate_model(
         reward_bounds=recipe.reward.bounds,
     )
     return found, answers.scored
+
+
+def _model_config(recipe: Recipe, checkpoint: Path | None) -> ModelConfig:
+    """As the recipe has it, but in the checkpoint's folder where that holds a whole model."""
+    if checkpoint is None or recipe.model.lora is not None:
+        return recipe.model
+    return recipe.model.model_copy(update={"path": str(checkpoint), "fresh": None, "gguf_file": None})
 
 
 def _tokenizer(recipe: Recipe, checkpoint: Path | None) -> PreTrainedTokenizerBase:

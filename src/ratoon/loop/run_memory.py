@@ -15,7 +15,7 @@ from ratoon.models.outline import ModelOutline
 from ratoon.planner.memory import MemoryEstimate, estimate_memory
 from ratoon.planner.memory_sizes import GenerationSize, MicrobatchSize, RecomputeMode, Shards, WeightsInMemory
 from ratoon.rollout.config import EngineName
-from ratoon.rollout.engines.cache_budget import BLOCK_TOKENS, CacheLayout
+from ratoon.rollout.engines.cache_budget import CacheLayout
 from ratoon.rollout.engines.paged.sizes import BLOCK_TOKENS as PAGED_BLOCK_TOKENS
 from ratoon.rollout.engines.paged.sizes import STEPS_TOGETHER
 from ratoon.trainer import Update
@@ -207,7 +207,7 @@ def _paged_cache_tokens(recipe: Recipe, data: DataReport) -> int:
 def _cache_tokens(recipe: Recipe, shape: ModelShape, data: DataReport) -> int:
     """Tokens of continuous batching's cache, averaged over layers, once its longest prompts have come."""
     rollout = recipe.rollout
-    layout = _cache_layout(shape)
+    layout = CacheLayout.of_shape(shape)
     if rollout.cache_tokens is not None:
         num_blocks = layout.tokens_to_blocks(rollout.cache_tokens)
     else:
@@ -216,23 +216,3 @@ def _cache_tokens(recipe: Recipe, shape: ModelShape, data: DataReport) -> int:
         num_open = min(rollout.max_concurrent_responses, _most_open_responses(recipe, data))
         num_blocks = ceil(of_group / together * num_open)
     return layout.blocks_to_tokens(num_blocks)
-
-
-def _cache_layout(shape: ModelShape) -> CacheLayout:
-    """As continuous batching groups layers: groups of one kind, all as large as the largest common divisor."""
-    windows = shape.windows or (None,) * shape.num_layers
-    sliding = [window for window in windows if window is not None]
-    num_full = len(windows) - len(sliding)
-    per_group = _common_divisor(num_full, len(sliding))
-    return CacheLayout(
-        block_tokens=BLOCK_TOKENS,
-        num_full=num_full // per_group,
-        num_sliding=len(sliding) // per_group,
-        window=sliding[0] if sliding else None,
-    )
-
-
-def _common_divisor(left: int, right: int) -> int:
-    while right:
-        left, right = right, left % right
-    return left

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ratoon.rollout.cache_room import check_cache
     from ratoon.rollout.config import RolloutConfig
     from ratoon.rollout.engine import RolloutEngine
     from ratoon.rollout.errors import RolloutError, RolloutStalledError
@@ -17,6 +18,7 @@ _HOMES = {
     "RolloutError": "errors",
     "RolloutStalledError": "errors",
     "build_engine": "factory",
+    "check_cache": "cache_room",
     "check_engine": "factory",
     "check_model": "model_checks",
     "engine_notes": "notes",
@@ -28,6 +30,7 @@ __all__ = [
     "RolloutError",
     "RolloutStalledError",
     "build_engine",
+    "check_cache",
     "check_engine",
     "check_model",
     "engine_notes",

@@ -22,7 +22,6 @@ from ratoon.rollout.engines.continuous_batching import SampledRequest, build_pro
 from ratoon.rollout.engines.layer_kinds import check_layers
 from ratoon.rollout.engines.stepping import StepReport, failure
 from ratoon.rollout.errors import RolloutError
-from ratoon.types import UserError
 
 _GROWTH = 1.25
 """A cache that must grow grows by at least this, so that ever longer prompts do not rebuild it each step."""
@@ -83,16 +82,8 @@ class GenerationBatch:
 
     def check_fits(self, prompt_id: str | int, num_prompt_tokens: int, max_response_tokens: int) -> None:
         """Raise UserError where `cache_tokens` cannot hold even one response."""
-        if self._cache_tokens is None:
-            return
-        needed = self.layout.blocks(num_prompt_tokens, max_response_tokens, 1)
-        if needed > self.layout.tokens_to_blocks(self._cache_tokens):
-            raise UserError(
-                f"prompt {prompt_id!r} of {num_prompt_tokens:,} tokens with a response of up to "
-                f"{max_response_tokens:,} needs {self.layout.blocks_to_tokens(needed):,} cache tokens, over "
-                f"rollout.cache_tokens={self._cache_tokens:,}; raise it, lower rollout.max_response_tokens, or drop "
-                "the prompt"
-            )
+        if self._cache_tokens is not None:
+            self.layout.check_fits(self._cache_tokens, prompt_id, num_prompt_tokens, max_response_tokens)
 
     def add(self, group: GroupDraft) -> None:
         """See `Batch.add`. A response that goes on reads its prompt anew with its own tokens, in blocks of its own."""

@@ -3,7 +3,9 @@
 # Shape letters: P prompt tokens, R response tokens, N responses.
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, gcd
+
+from ratoon.types import ModelShape, UserError
 
 BLOCK_TOKENS = 16
 """Tokens of one cache block: small, since every response copies the block in which its prompt ends."""
@@ -21,6 +23,33 @@ class CacheLayout:
     """Layer groups with sliding-window attention; their blocks are never shared and end with the window."""
 
     window: int | None
+
+    @classmethod
+    def of_shape(cls, shape: ModelShape) -> "CacheLayout":
+        """As continuous batching groups layers: groups of one kind, all as large as the largest common divisor."""
+        windows = shape.windows or (None,) * shape.num_layers
+        sliding = [window for window in windows if window is not None]
+        num_full = len(windows) - len(sliding)
+        per_group = gcd(num_full, len(sliding))
+        return cls(
+            block_tokens=BLOCK_TOKENS,
+            num_full=num_full // per_group,
+            num_sliding=len(sliding) // per_group,
+            window=sliding[0] if sliding else None,
+        )
+
+    def check_fits(
+        self, cache_tokens: int, prompt_id: str | int, num_prompt_tokens: int, max_response_tokens: int
+    ) -> None:
+        """Raise UserError where `cache_tokens` cannot hold even one response."""
+        needed = self.blocks(num_prompt_tokens, max_response_tokens, 1)
+        if needed > self.tokens_to_blocks(cache_tokens):
+            raise UserError(
+                f"prompt {prompt_id!r} of {num_prompt_tokens:,} tokens with a response of up to "
+                f"{max_response_tokens:,} needs {self.blocks_to_tokens(needed):,} cache tokens, over "
+                f"rollout.cache_tokens={cache_tokens:,}; raise it, lower rollout.max_response_tokens, or drop the "
+                "prompt"
+            )
 
     def blocks(self, num_prompt_tokens: int, max_response_tokens: int, group_size: int) -> int:
         """Most blocks that a group can hold at once."""

@@ -23,7 +23,6 @@ from ratoon.rollout.engines.paged.requests import Family, Request
 from ratoon.rollout.engines.paged.runner import DrawnTokens, Draws, PrefillPiece, Runner
 from ratoon.rollout.engines.paged.tables import SlotTables
 from ratoon.rollout.engines.stepping import StepReport, failure
-from ratoon.types import UserError
 
 PREFILL_TOKENS = 16_384
 """Most rows of one prefill pass; a longer prompt is read in pieces. A pass costs the host about a millisecond a layer,
@@ -88,17 +87,8 @@ class PagedBatch:
 
     def check_fits(self, prompt_id: str | int, num_prompt_tokens: int, max_response_tokens: int) -> None:
         """Raise UserError where `cache_tokens` cannot hold even one response."""
-        if self._cache_tokens is None:
-            return
-        holdings = self._holdings
-        needed = holdings.blocks_for(num_prompt_tokens) + holdings.most_own_blocks(max_response_tokens)
-        if needed > self._cache_tokens // self._block_tokens:
-            raise UserError(
-                f"prompt {prompt_id!r} of {num_prompt_tokens:,} tokens with a response of up to "
-                f"{max_response_tokens:,} needs {needed * self._block_tokens:,} cache tokens in blocks of "
-                f"{self._block_tokens}, over rollout.cache_tokens={self._cache_tokens:,}; raise it, lower "
-                "rollout.max_response_tokens, or drop the prompt"
-            )
+        if self._cache_tokens is not None:
+            self._holdings.check_fits(self._cache_tokens, prompt_id, num_prompt_tokens, max_response_tokens)
 
     def add(self, group: GroupDraft) -> None:
         """See `Batch.add`. What an earlier call began enters as after a pre-emption: its tokens' keys are computed."""

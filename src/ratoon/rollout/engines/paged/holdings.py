@@ -4,6 +4,7 @@
 
 from ratoon.rollout.engines.paged.blocks import BlockPool
 from ratoon.rollout.engines.paged.requests import Family, Request, SharedPrompt
+from ratoon.types import UserError
 
 
 class Holdings:
@@ -38,6 +39,19 @@ class Holdings:
     def most_own_blocks(self, max_response_tokens: int) -> int:
         """Blocks of the longest response; nothing reads its last token's keys, which are never written."""
         return self.blocks_for(max_response_tokens - 1 + self._spare_tokens)
+
+    def check_fits(
+        self, cache_tokens: int, prompt_id: str | int, num_prompt_tokens: int, max_response_tokens: int
+    ) -> None:
+        """Raise UserError where `cache_tokens` cannot hold even one response."""
+        needed = self.blocks_for(num_prompt_tokens) + self.most_own_blocks(max_response_tokens)
+        if needed > cache_tokens // self._block_tokens:
+            raise UserError(
+                f"prompt {prompt_id!r} of {num_prompt_tokens:,} tokens with a response of up to "
+                f"{max_response_tokens:,} needs {needed * self._block_tokens:,} cache tokens in blocks of "
+                f"{self._block_tokens}, over rollout.cache_tokens={cache_tokens:,}; raise it, lower "
+                "rollout.max_response_tokens, or drop the prompt"
+            )
 
     def seat(self, request: Request) -> bool:
         """Give a request its prompt and the blocks of the tokens it has, with room for its next pass; false where they
