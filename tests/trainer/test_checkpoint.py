@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -179,6 +179,12 @@ def test_when_all_are_damaged_the_run_does_not_start_from_nothing(tmp_path: Path
         truncate(path / "model.safetensors")
     with pytest.raises(UserError, match=r"every checkpoint .* newest of 2 thus: model.safetensors has .* --fresh"):
         latest_checkpoint(tmp_path, warn=lambda _: None)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_a_manifest_that_is_no_file_is_none(tmp_path: Path, make: Callable[[Path], None]):
+    make(tmp_path / "manifest.json")
+    assert find_damage(tmp_path) == "it has no manifest.json"
 
 
 def test_another_format_is_said_to_be_one(tmp_path: Path):

@@ -188,9 +188,11 @@ def find_damage(path: Path, *, read_bytes: bool = True) -> str | None:
     """
     manifest_path = path / MANIFEST
     try:
+        if not manifest_path.is_file():  # a pipe would be waited for
+            return f"it has no {MANIFEST}"
         manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
         version, step, files, digest = (manifest[key] for key in ("format_version", "step", "files", "digest"))
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:  # removed meanwhile, as the run's old checkpoints are
         return f"it has no {MANIFEST}"
     except (ValueError, KeyError, TypeError):
         return f"its {MANIFEST} cannot be read"
