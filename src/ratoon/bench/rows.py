@@ -18,7 +18,7 @@ from ratoon.types.errors import UserError
 
 _PACKAGES = (
     *("torch", "transformers", "triton", "numpy"),
-    *("flash-attn-4", "flash-attn-3", "nvidia-cutlass-dsl", "nvidia-cudnn-cu13"),
+    *("flash-attn-4", "flash-attn-3", "nvidia-cutlass-dsl", "nvidia-cudnn-cu13", "vllm"),
 )
 
 
