@@ -22,6 +22,7 @@ from pathlib import Path
 rank = os.environ["RANK"]
 Path(f"pid-{rank}").write_text(str(os.getpid()))
 names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+Path(f"torch-says-{rank}").write_text(os.environ["TORCH_CPP_LOG_LEVEL"])
 Path(f"place-{rank}").write_text(" ".join(os.environ[name] for name in names))
 word = sys.argv[1 + int(rank)]
 def told(number, frame):
@@ -65,7 +66,8 @@ sys.exit(run_ranks([sys.executable, *sys.argv[1:]], 2))
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "worker.py").write_text(WORKER)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL"):
+        monkeypatch.delenv(name, raising=False)
     return tmp_path
 
 
@@ -101,6 +103,17 @@ def test_threads_are_as_the_user_says(worker: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert run("0") == 0
     assert (worker / "place-0").read_text().split()[5] == "5"
+
+
+@pytest.mark.parametrize(("asked", "level"), [(None, "FATAL"), ("INFO", "INFO")])
+def test_torch_writes_no_lines_of_its_own_unless_the_user_asks(
+    worker: Path, monkeypatch: pytest.MonkeyPatch, asked: str | None, level: str
+):
+    """What it would say beside the run's own complaint stands in the traceback in run.log."""
+    if asked is not None:
+        monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", asked)
+    assert run("0", "0") == 0
+    assert [(worker / f"torch-says-{rank}").read_text() for rank in range(2)] == [level] * 2
 
 
 @pytest.mark.parametrize(

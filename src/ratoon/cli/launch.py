@@ -141,7 +141,10 @@ def _held_complaints(read_fd: int) -> dict[int, str]:
 def _environment(count: int) -> dict[str, str]:
     threads = max((os.cpu_count() or 1) // count, 1)
     return {
-        "OMP_NUM_THREADS": str(threads),  # where the user has not said so: each rank would take all cores
+        # Both where the user has not said so. Each rank would take all cores; and what torch's C++ would print beside
+        # our own line is in run.log, in the traceback of the error that it raises as well.
+        "OMP_NUM_THREADS": str(threads),
+        "TORCH_CPP_LOG_LEVEL": "FATAL",
         **os.environ,
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),

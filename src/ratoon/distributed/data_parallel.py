@@ -1,6 +1,7 @@
 """Ranks that hold the same parameters and different microbatches."""
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ratoon.distributed.lost_rank import describe_loss, other_than, whom_barrier_names
 
 Value = TypeVar("Value")
 
@@ -134,12 +137,16 @@ class DataParallel:
         """
         if self.world_size == 1:
             return
-        limit = timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
-        self._run(
-            what,
-            lambda: dist.monitored_barrier(self.control_group, limit, wait_all_ranks=True),
-            limit_s=limit.total_seconds(),
-        )
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        started = time.monotonic()
+        try:
+            dist.monitored_barrier(self.control_group, timedelta(seconds=limit_s), wait_all_ranks=True)
+        except RuntimeError as error:
+            # Every other rank waits for rank 0, which answers once all have come.
+            answering = "rank 0" if self.world_size == 2 else "rank 0, or one that it waits for,"
+            who = whom_barrier_names(error) if self.is_main else answering
+            waited_s = time.monotonic() - started
+            raise self._error(what, error, who=who, limit_s=limit_s, waited_s=waited_s) from error
 
     def close(self) -> None:
         """Leaves the process group."""
@@ -169,16 +176,31 @@ class DataParallel:
                 f"{self.rank} has {description[:400]}; start every rank with the same recipe and code"
             )
 
-    def _run(self, what: str, collective: Callable[[], object], limit_s: float | None = None) -> None:
+    def _run(self, what: str, collective: Callable[[], object]) -> None:
+        started = time.monotonic()
         try:
             collective()
         except RuntimeError as error:
-            raise self._error(what, error, self.timeout_s if limit_s is None else limit_s) from error
+            raise self._error(what, error, waited_s=time.monotonic() - started) from error
 
-    def _error(self, what: str, error: RuntimeError, limit_s: float) -> CollectiveError:
+    def _error(
+        self,
+        what: str,
+        error: RuntimeError,
+        *,
+        who: str | None = None,
+        limit_s: float | None = None,
+        waited_s: float = 0.0,
+    ) -> CollectiveError:
         return CollectiveError(
-            f"rank {self.rank} of {self.world_size}: {what} failed (limit {limit_s:g} s): {error}; "
-            "another rank died or hangs, so look at the first error in the other ranks' logs"
+            describe_loss(
+                who or other_than(self.rank, self.world_size),
+                what,
+                error,
+                waiter=f"rank {self.rank} of {self.world_size}",
+                limit_s=self.timeout_s if limit_s is None else limit_s,
+                waited_s=waited_s,
+            )
         )
 
     def named(self, error: BaseException) -> BaseException:
@@ -187,7 +209,7 @@ class DataParallel:
         if self.world_size == 1 or isinstance(error, CollectiveError) or not isinstance(error, RuntimeError):
             return error
         is_torchs = isinstance(error, dist.DistError) or "/gloo/" in str(error)
-        return self._error("an exchange of weights or gradients", error, self.timeout_s) if is_torchs else error
+        return self._error("weights or gradients", error) if is_torchs else error
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ratoon.distributed.data_parallel import CollectiveError
+from ratoon.distributed.lost_rank import describe_loss
 from ratoon.types import UserError
 
 DATA_AXIS, SEQUENCE_AXIS = "data", "sequence"
@@ -306,7 +307,8 @@ def _run(group: SequenceGroup, what: str, collective: Callable[[], object]) -> N
     try:
         collective()
     except RuntimeError as error:
-        raise CollectiveError(
-            f"rank {group.rank} of {group.size} that hold microbatches together (group {group.data_rank}): exchange of "
-            f"{what} failed: {error}; another rank died or hangs, so look at the first error in the other ranks' logs"
-        ) from error
+        waiter = f"rank {group.rank} of {group.size} that hold microbatches together (group {group.data_rank})"
+        members = dist.get_process_group_ranks(group.process_group)
+        others = ", ".join(str(rank) for place, rank in enumerate(members) if place != group.rank)
+        who = f"rank {others}" if group.size == 2 else f"one of the ranks {others}"
+        raise CollectiveError(describe_loss(who, what, error, waiter=waiter)) from error

@@ -269,10 +269,9 @@ def _failures_named(folder: RunFolder, ranks: DataParallel) -> Iterator[RunLog]:
                 f"the disk that holds run folder {folder.named} is full ({cause}); checkpoints are whole. "
                 "Free some space and run the same command again"
             ) from error
-        raise RunFailedError(
-            f"{of_rank}{_described(cause)} (traceback in {folder.log})",
-            is_another_ranks=isinstance(cause, CollectiveError),
-        ) from error
+        is_another_ranks = isinstance(cause, CollectiveError)  # whose message names the rank
+        said = str(cause) if is_another_ranks else f"{of_rank}{_described(cause)}"
+        raise RunFailedError(f"{said} (traceback in {folder.log})", is_another_ranks=is_another_ranks) from error
     finally:
         log.close()
 
