@@ -104,7 +104,7 @@ class MemoryWatch:
         if peak <= max(_TOLERATED * predicted, predicted + _SLACK_BYTES[self._device.type]) or foreseen <= usable:
             return None
         return (
-            f"memory: the update took {peak / GIB:.1f} GiB, and {predicted / GIB:.1f} were predicted for it; by that the "
+            f"memory: the update took {peak / GIB:.1f} GiB, and {predicted / GIB:.1f} were predicted for it; so the "
             f"largest step would take {foreseen / GIB:.1f} of the {usable / GIB:.1f} GiB that may be filled; if memory "
             'runs out, lower planner.max_rows_per_microbatch, or set model.recompute = "full"'
         )
