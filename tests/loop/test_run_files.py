@@ -83,3 +83,9 @@ def test_rows_lost_in_the_middle_are_warned_of(tiny: TinyRun):
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join(line for line in lines if '"step": 2, "phase": "train"' not in line))
     assert "lacks the rows of 1 of the 3 steps done, up to step 2" in tiny.train("--trainer.num_steps=3").out
+
+
+def test_a_log_may_be_thrown_away(tiny: TinyRun):
+    tiny.run_dir.mkdir(parents=True)
+    (tiny.run_dir / "run.log").symlink_to("/dev/null")
+    assert tiny.train("--trainer.num_steps=1").status == 0

@@ -13,12 +13,12 @@ _FOLDERS = ("checkpoints", "rollouts", "reference")
 
 
 def check_run_files(path: Path, named: Path) -> None:
-    """Opens nothing. Raises UserError for the first file that is none, or folder that is none.
+    """Opens nothing. Raises UserError for the first file that is none, or folder that is none. /dev/null is one.
 
     named: `path` as the recipe names it, for the message.
     """
     for entry, kind in _expected(path):
-        if entry.exists() and not (entry.is_dir() if kind == "folder" else entry.is_file()):
+        if entry.exists() and not (entry.is_dir() if kind == "folder" else entry.is_file() or entry.is_char_device()):
             raise UserError(
                 f"{named / entry.relative_to(path)} is {_kind_of(entry)}, and the run has a {kind} of that name; move "
                 "it away, or start anew with --fresh (the old run is set aside)"
@@ -45,4 +45,4 @@ def _kind_of(path: Path) -> str:
         return "a folder"
     if path.is_file():
         return "a file"
-    return "a named pipe" if path.is_fifo() else "no file (a device or a socket)"
+    return "a named pipe" if path.is_fifo() else "no file (a disk or a socket)"
