@@ -257,6 +257,7 @@ class _EngineRun:
         self.command = command
         self.tokenizer: PreTrainedTokenizerBase = fresh_tokenizer(FreshModelConfig())
         self.is_cuda = model.device.type == "cuda"
+        self.eos_ids: list[int] = []
         self.generate_s: dict[Way, float] = {}
         """Best of each way so far."""
 
@@ -331,12 +332,9 @@ class _EngineRun:
     def _end_by_chance(self, ends: bool) -> None:
         """Tokens of random weights are about equally likely: 2 in R of them as ends make R / 2 the mean length."""
         num_ends = max(1, round(2 * self.model.config.vocab_size / self.case.R)) if ends else 0
+        self.eos_ids = list(range(num_ends))
         assert self.model.generation_config is not None, "transformers gives every decoder one"
-        self.model.generation_config.eos_token_id = list(range(num_ends)) or [-1]  # no token, and not the tokenizer's
-
-    def _eos_ids(self) -> list[int]:
-        assert self.model.generation_config is not None, "transformers gives every decoder one"
-        return [token for token in cast(list[int], self.model.generation_config.eos_token_id) if token >= 0]
+        self.model.generation_config.eos_token_id = self.eos_ids or [-1]  # no token, and not the tokenizer's
 
     async def _timed(self, engine: RolloutEngine | VllmAlone, way: Way, *, step: int, max_tokens: int) -> "_Sample":
         period_s = self.generate_s.get("shared", 0.0) * UPDATE_TOKENS / self.case.R
@@ -363,8 +361,7 @@ class _EngineRun:
             copies = [Prompt(f"{prompt.id}-{n}", prompt.token_ids) for prompt in prompts for n in range(case.N)]
             prompts, group_size = copies, 1
         if isinstance(engine, VllmAlone):
-            eos_ids = self._eos_ids()
-            return await engine.generate_all(prompts, group_size=group_size, sampling=sampling, eos_ids=eos_ids)
+            return await engine.generate_all(prompts, group_size=group_size, sampling=sampling, eos_ids=self.eos_ids)
         calls = (engine.generate(prompt, group_size=group_size, sampling=sampling, step=step) for prompt in prompts)
         return list(await asyncio.gather(*calls))
 

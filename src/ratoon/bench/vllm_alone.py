@@ -4,8 +4,6 @@ What `rollout.engine = "vllm"` costs over it can be seen beside it: that one run
 a time, so that weights can change between two tokens.
 """
 
-# Shape letters: N responses of a group.
-
 import asyncio
 import os
 import tempfile
@@ -16,6 +14,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from ratoon.bench.outcome import CannotRunError
+from ratoon.rollout.engines.vllm.config import VllmConfig
 from ratoon.types import Prompt, Response, RolloutGroup, SamplingParams
 
 _IN_A_PROCESS_OF_ITS_OWN = "VLLM_ENABLE_V1_MULTIPROCESSING"
@@ -23,8 +22,6 @@ _IN_A_PROCESS_OF_ITS_OWN = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 class VllmAlone:
     """Blocks this process until vLLM has started. Raises CannotRunError where it is not installed."""
-
-    policy_version = 0
 
     def __init__(self, model: PreTrainedModel, *, max_concurrent_responses: int) -> None:
         try:
@@ -42,7 +39,7 @@ class VllmAlone:
                     generation_config="vllm",  # no sampling defaults from a file
                     dtype=str(model.dtype).removeprefix("torch."),
                     max_num_seqs=max_concurrent_responses,
-                    gpu_memory_utilization=0.4,  # as `rollout.vllm` has it: the trainer's model is there too
+                    gpu_memory_utilization=VllmConfig().gpu_memory_utilization,  # the trainer's model is there too
                     logprobs_mode="processed_logprobs",
                 )
         finally:

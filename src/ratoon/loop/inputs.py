@@ -249,8 +249,7 @@ def check_cache_room(
     recipe: Recipe, shape: ModelShape, prompts: Sequence[Prompt], most_tokens: int, device_type: str
 ) -> None:
     """Raises UserError where `rollout.cache_tokens` cannot hold the longest prompt with a response of `most_tokens`."""
-    longest = max(prompts, key=lambda prompt: prompt.num_tokens, default=None)
-    if recipe.rollout.cache_tokens is None or longest is None:
+    if recipe.rollout.cache_tokens is None or (longest := _longest(prompts)) is None:
         return
     check_cache(
         recipe.rollout.cache_tokens,
@@ -263,10 +262,14 @@ def check_cache_room(
 
 
 def _check_fits(prompts: Sequence[Prompt], key: str, most_tokens: int, limit_key: str, limit: int) -> None:
-    longest = max(prompts, key=lambda prompt: prompt.num_tokens, default=None)
+    longest = _longest(prompts)
     if longest is not None and (wanted := longest.num_tokens + most_tokens) > limit:
         raise UserError(
             f"{longest.id}: a prompt of {longest.num_tokens:,} tokens and a response of up to {most_tokens:,} ({key}) "
             f"need {wanted:,}, over {limit_key} = {limit:,}; raise that limit, shorten responses, or set "
             "data.max_prompt_tokens"
         )
+
+
+def _longest(prompts: Sequence[Prompt]) -> Prompt | None:
+    return max(prompts, key=lambda prompt: prompt.num_tokens, default=None)
