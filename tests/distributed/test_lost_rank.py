@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.distributed.ranks import run_on_ranks
 
 from ratoon.distributed import CollectiveError, DataParallel
+from ratoon.distributed.lost_rank import describe_loss
 
 
 def loss_of(wait: Callable[[], object]) -> str:
@@ -65,3 +66,10 @@ def test_a_rank_that_is_gone_is_called_lost(tmp_path: Path):
     assert message.startswith(
         "rank 0 was lost: rank 1 of 2 waited for it in an exchange (states of the ranks). It ended"
     )
+
+
+def test_memory_that_ran_out_here_is_not_blamed_on_another_rank():
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
+    said = describe_loss("rank 1", "a sum", error, waiter="rank 0 of 2", limit_s=5.0, waited_s=9.0)
+    assert said.startswith("rank 0 of 2 ran out of memory in an exchange (a sum): CUDA out of memory. Tried")
+    assert "rank 1" not in said and "more lines" not in said and "max_rows_per_microbatch" in said

@@ -2,6 +2,8 @@
 
 import re
 
+import torch
+
 _LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 _NAMED_BY_BARRIER = re.compile(r"Ranks ([\d, ]*\d) failed to pass monitoredBarrier")
 
@@ -24,6 +26,9 @@ def describe_loss(
 ) -> str:
     """who: has not come. what: to which exchange. waiter: this rank, in words. limit_s: of the wait, where it is known.
     waited_s: how long it was; 0 where only the error tells that it was too long."""
+    if isinstance(error, torch.OutOfMemoryError):  # this rank's own: nobody else is to be looked for
+        said = str(error).splitlines()[0]
+        return f"{waiter} ran out of memory in an exchange ({what}): {said}. Lower planner.max_rows_per_microbatch"
     is_late = _LATE.search(str(error)) is not None or (limit_s is not None and waited_s >= limit_s)
     if is_late:
         limit = "in time" if limit_s is None else f"within {limit_s:g} s"
