@@ -12,7 +12,10 @@ import pytest
 from ratoon.cli.bench_names import NAMES
 from ratoon.cli.main import main
 
-BENCHES = ("policy-update", "attention", "planner", "sequence-parallel", "prefix-once", "weak-scaling", "rollout")
+BENCHES = (
+    *("policy-update", "attention", "planner", "sequence-parallel", "prefix-once", "weak-scaling", "rollout"),
+    "memory",
+)
 
 
 def help_of(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -32,7 +35,7 @@ def expanded(patterns: Iterable[str]) -> list[str]:
 
 @pytest.mark.parametrize("bench", sorted(NAMES))
 def test_the_names_shown_are_those_of_the_benchmark_s_tables(bench: str):
-    from ratoon.bench import prefix_once, rollout, sequence_parallel, weak_scaling
+    from ratoon.bench import memory, prefix_once, rollout, sequence_parallel, weak_scaling
     from ratoon.bench.attention import candidates, peers
     from ratoon.bench.attention import cases as attention_cases
     from ratoon.bench.policy_update import cases as update_cases
@@ -45,6 +48,7 @@ def test_the_names_shown_are_those_of_the_benchmark_s_tables(bench: str):
         "prefix-once": (prefix_once.CASES, (), (), ()),
         "weak-scaling": (weak_scaling.CASES, (), (), weak_scaling.WAYS),
         "rollout": (rollout.CASES, rollout.OURS, rollout.PEERS, get_args(rollout.Way)),
+        "memory": (memory.CASES, (), (), ()),
     }[bench]
     names = NAMES[bench]
     assert list(names.gpu_cases) == [case.name for case in cases.values() if case.needs_gpu]

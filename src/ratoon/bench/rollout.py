@@ -24,12 +24,12 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ratoon.bench import choosing
 from ratoon.bench.outcome import CannotRunError, Outcome, WrongResultError, free_memory
 from ratoon.bench.policy_update import cases as update_cases
-from ratoon.bench.policy_update.random_model import decoder_config
+from ratoon.bench.policy_update.random_model import decoder_config, smollm2_config
 from ratoon.bench.rows import BenchRow, append_rows
 from ratoon.bench.vllm_alone import VllmAlone
 from ratoon.layout import pack_groups
@@ -93,20 +93,6 @@ class RolloutCase:
         return [Prompt(f"p{index}", rng.integers(0, vocab_size, self.P)) for index in range(self.concurrency // self.N)]
 
 
-def _smollm2() -> PreTrainedConfig:
-    return LlamaConfig(
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        vocab_size=49_152,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
-        tie_word_embeddings=True,
-    )
-
-
 def _qwen3_1_7b() -> PreTrainedConfig:
     return decoder_config(update_cases.CASES["1.7b-p8192-r512-n16"].decoder)
 
@@ -117,7 +103,7 @@ def _tiny() -> PreTrainedConfig:
 
 _CASES = (
     RolloutCase(
-        name="135m-c256-p512-n8-r256", model="SmolLM2-135M", config=_smollm2, concurrency=256, P=512, N=8, R=256
+        name="135m-c256-p512-n8-r256", model="SmolLM2-135M", config=smollm2_config, concurrency=256, P=512, N=8, R=256
     ),
     RolloutCase(
         name="1.7b-c256-p512-n8-r256", model="Qwen3-1.7B", config=_qwen3_1_7b, concurrency=256, P=512, N=8, R=256
@@ -128,7 +114,7 @@ _CASES = (
     ),
     RolloutCase(
         name="135m-c16-p128-n8-r32",
-        model="SmolLM2-135M", config=_smollm2, concurrency=16, P=128, N=8, R=32, needs_gpu=False,
+        model="SmolLM2-135M", config=smollm2_config, concurrency=16, P=128, N=8, R=32, needs_gpu=False,
     ),
     RolloutCase(
         name="tiny", model="tiny-Qwen3", config=_tiny, concurrency=12, P=37, N=4, R=61, needs_gpu=False

@@ -49,6 +49,12 @@ example:
 
 A group of 64 long responses that fits no microbatch, its prompt computed once; a tiny one where there is no GPU.
 """
+_MEMORY_EXAMPLE = """\
+example:
+  ratoon bench memory --results benchmarks/results/memory.jsonl
+
+Updates of random weights on a GPU, with its allocator's peaks beside those that a run predicts.
+"""
 _ROLLOUT_EXAMPLE = """\
 example:
   ratoon bench rollout --results benchmarks/results/rollout.jsonl
@@ -75,6 +81,7 @@ example:
   ratoon bench prefix-once
   torchrun --nproc-per-node 2 -m ratoon.cli.main bench weak-scaling
   ratoon bench rollout --results benchmarks/results/rollout.jsonl
+  ratoon bench memory
 
 `ratoon bench NAME --help` says what each measures, and lists the cases and whatever else can be named.
 """
@@ -88,7 +95,7 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
     benches = parser.add_subparsers(
         dest="bench",
         required=True,
-        metavar="{policy-update,attention,planner,sequence-parallel,prefix-once,weak-scaling,rollout}",
+        metavar="{policy-update,attention,planner,sequence-parallel,prefix-once,weak-scaling,rollout,memory}",
     )
     update = add_command(
         benches,
@@ -128,7 +135,8 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
         "--max-rows", type=positive, default=32_768, metavar="T", help="rows of a microbatch; at least 26,000"
     )
     long_packs = _add_sequence_parallel(benches), _add_prefix_once(benches)
-    for bench in (update, attention, planner, *long_packs, _add_weak_scaling(benches), _add_rollout(benches)):
+    others = _add_weak_scaling(benches), _add_rollout(benches), _add_memory(benches)
+    for bench in (update, attention, planner, *long_packs, *others):
         bench.add_argument("--results", type=Path, help="append rows to this .jsonl file")
 
 
@@ -192,6 +200,18 @@ def _add_rollout(benches: "Commands[argparse.ArgumentParser]") -> argparse.Argum
         )
     rollout.add_argument("--repeats", type=positive, default=2, help="timed runs of each way, the best counts")
     return rollout
+
+
+def _add_memory(benches: "Commands[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    memory = add_command(
+        benches,
+        "memory",
+        "compare the memory that updates are predicted to take with what a GPU's allocator gives out",
+        example=_with_names(_MEMORY_EXAMPLE, "memory"),
+        run=_memory,
+    )
+    memory.add_argument("--cases", type=_names, metavar="A,B", help="these cases, in place of all")
+    return memory
 
 
 def _add_choices(parser: argparse.ArgumentParser, ours: str, timed: str, *, default_ms: int) -> None:
@@ -358,6 +378,18 @@ def _rollout(known: argparse.Namespace, _: Sequence[str]) -> int:
         results=known.results,
         say=_say,
     )
+    return 1 if outcome.failed else 0
+
+
+def _memory(known: argparse.Namespace, _: Sequence[str]) -> int:
+    """Runs the benchmark and says what it finds. Exits 1 where a prediction is too far out, or something broke."""
+    from ratoon.bench.memory import bench_memory
+    from ratoon.bench.rows import check_results
+
+    check_results(known.results)
+    outcome = bench_memory(cases=known.cases, command=_command_line(), results=known.results, say=_say)
+    for one in outcome.failed:
+        print(f"FAILED: {one.name}: {one.reason}")
     return 1 if outcome.failed else 0
 
 

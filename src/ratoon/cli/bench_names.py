@@ -14,7 +14,7 @@ class BenchNames:
     """What may be named. `a/{b,c}` stands for `a/b` and `a/c`."""
 
     gpu_cases: tuple[str, ...]
-    small_cases: tuple[str, ...]
+    small_cases: tuple[str, ...] = ()
     """Those that a CPU can do."""
 
     impls: tuple[str, ...] = ()
@@ -108,6 +108,20 @@ NAMES = {
         impls=("paged", "paged-invariant"),
         peers=("transformers", "vllm", "vllm-generate"),
         ways=("shared", "replicated", "natural", "updates"),
+    ),
+    "memory": BenchNames(
+        gpu_cases=(
+            "1.7b-none-compiled",
+            "1.7b-selective-compiled",
+            "0.6b-none",
+            "0.6b-selective",
+            "0.6b-full-long",
+            "0.6b-few-rows",
+            "0.6b-none-compiled",
+            "0.6b-full-compiled",
+            "135m-none",
+            "135m-selective-compiled",
+        ),
     ),
 }
 """By the benchmark's name. `planner` takes sizes, not names."""

@@ -18,8 +18,8 @@ What the formulas count:
 
 Estimate over measurement, float32 on a CPU (tests/planner/test_memory.py): what is held 0.92 to 0.98 of the process's
 memory; the rise in backward, of what torch's allocator gave out, 0.87 to 1.02 for SmolLM2-135M and 1.04 to 1.26 for a
-small Qwen3. The process's own peak is 10 to 25 % higher, because freed blocks do not fit new ones. On an H200:
-tests/planner/test_memory_gpu.py.
+small Qwen3. The process's own peak is 10 to 25 % higher, because freed blocks do not fit new ones. On a GPU:
+`ratoon bench memory`.
 """
 
 # Shape letters: T rows, M scored tokens, L layers, C channels, V vocabulary.

@@ -1,8 +1,15 @@
-"""Qwen3 decoders with random weights, made on the device: nothing is downloaded."""
+"""Qwen3 and SmolLM2 decoders with random weights, made on the device: nothing is downloaded."""
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from ratoon.bench.policy_update.cases import Decoder
 from ratoon.models import LoraConfig, add_adapters, attach
@@ -34,6 +41,21 @@ def decoder_config(decoder: Decoder) -> PreTrainedConfig:
         num_experts_per_tok=decoder.experts_per_token,
         norm_topk_prob=True,
         **sizes,
+    )
+
+
+def smollm2_config() -> PreTrainedConfig:
+    """SmolLM2-135M, as published."""
+    return LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49_152,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+        tie_word_embeddings=True,
     )
 
 
