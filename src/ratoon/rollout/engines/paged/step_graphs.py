@@ -11,9 +11,15 @@ _EVERY = 32
 """Sizes of more rows than this are multiples of it; smaller ones are powers of two."""
 
 
+_FEWEST = 2
+"""A compiler takes one row for a shape of its own: the last response to end would wait for its graphs."""
+
+
 def padded_rows(num_rows: int) -> int:
     """The size of a batch that a step of so many rows runs as."""
-    return 1 << (num_rows - 1).bit_length() if num_rows <= _EVERY else -(-num_rows // _EVERY) * _EVERY
+    if num_rows > _EVERY:
+        return -(-num_rows // _EVERY) * _EVERY
+    return max(_FEWEST, 1 << (num_rows - 1).bit_length())
 
 
 class StepGraphs(Generic[Output]):
