@@ -128,11 +128,19 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
         example=_PLANNER_EXAMPLE,
         run=_planner,
     )
-    planner.add_argument("--groups", type=positive, default=10_000, help="groups of the step")
-    planner.add_argument("--group-size", type=positive, default=8, metavar="N", help="responses of each prompt")
-    planner.add_argument("--ranks", type=_counts, default=[8, 64, 1024], metavar="A,B", help="numbers of ranks")
+    planner.add_argument("--groups", type=positive, default=10_000, help="groups of the step; by default 10,000")
     planner.add_argument(
-        "--max-rows", type=positive, default=32_768, metavar="T", help="rows of a microbatch; at least 26,000"
+        "--group-size", type=positive, default=8, metavar="N", help="responses of each prompt; by default 8"
+    )
+    planner.add_argument(
+        "--ranks", type=_counts, default=[8, 64, 1024], metavar="A,B", help="numbers of ranks; by default 8,64,1024"
+    )
+    planner.add_argument(
+        "--max-rows",
+        type=positive,
+        default=32_768,
+        metavar="T",
+        help="rows of a microbatch; by default 32,768; 26,000 hold any prompt with a response",
     )
     long_packs = _add_sequence_parallel(benches), _add_prefix_once(benches)
     others = _add_weak_scaling(benches), _add_rollout(benches), _add_memory(benches)
