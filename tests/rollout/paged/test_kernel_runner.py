@@ -27,7 +27,6 @@ from ratoon.rollout.engines.paged.block_attention import BLOCK_ATTENTION
 from ratoon.rollout.engines.paged.experts import why_not_recorded
 from ratoon.rollout.engines.paged.kernel_runner import KernelRunner
 from ratoon.rollout.engines.paged.runner import DecodeRows, Draws, Prefilled, PrefillPiece, Runner
-from ratoon.rollout.engines.paged.step_graphs import padded_rows
 from ratoon.rollout.engines.paged.torch_runner import TorchRunner
 from ratoon.rollout.engines.shared_weights import twin_of
 
@@ -170,12 +169,6 @@ def test_new_weights_are_read(device: str):
     model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach() * 0.5)
     ours.weights_changed()
     torch.testing.assert_close(ours.decode(rows).logits_BV, plain.decode(rows).logits_BV, rtol=1e-4, atol=1e-4)
-
-
-def test_padded_sizes_are_few():
-    sizes = [padded_rows(num_rows) for num_rows in range(1, 513)]
-    assert all(size >= num_rows for num_rows, size in enumerate(sizes, 1))
-    assert len(set(sizes)) == 21 and padded_rows(256) == 256 and padded_rows(33) == 64
 
 
 def tiny_mixture(dtype: torch.dtype) -> PreTrainedModel:
