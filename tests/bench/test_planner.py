@@ -98,3 +98,19 @@ def test_a_line_that_was_cut_off_does_not_take_the_next_one_with_it(tmp_path: Pa
     cut_off, *rows = results.read_text().splitlines()
     assert cut_off == '{"bench": "planner", "case": {"gro' and len(rows) == 4
     assert all(json.loads(row)["bench"] == "planner" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("option", "number"),
+    [("--groups", "99999999999"), ("--group-size", "99999999"), ("--ranks", "8,1000000"), ("--max-rows", "9" * 20)],
+)
+def test_sizes_that_would_take_all_memory_are_refused(option: str, number: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "planner", option, number])
+    assert ended.value.code == 2
+    assert "must be at most" in capsys.readouterr().err
+
+
+def test_so_are_too_many_responses_together(capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "planner", "--groups", "100000", "--group-size", "100"]) == 2
+    assert "at most 1,048,576 responses, got 10,000,000" in capsys.readouterr().err

@@ -36,3 +36,11 @@ def test_a_changed_checkout_is_called_dirty(tmp_path: Path, monkeypatch: pytest.
         assert rows.commit() == f"{head}-dirty"
     finally:
         rows.commit.cache_clear()
+
+
+def test_a_link_to_nothing_stays_and_its_rows_go_where_it_points(tmp_path: Path):
+    link, target = tmp_path / "rows.jsonl", tmp_path / "target.jsonl"
+    link.symlink_to(target)
+    rows.check_results(link)
+    rows.append_rows(link, [])
+    assert link.is_symlink() and target.exists()

@@ -187,3 +187,16 @@ def test_doctor_lists_every_package_of_every_extra(capsys: pytest.CaptureFixture
     for extra, requirements in extras.items():
         for package in (Requirement(text).name for text in requirements if extra != "dev"):
             assert any(line[:1] == [package] and f"(extra: {extra})" in " ".join(line) for line in lines), package
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_output_to_a_full_disk_ends_in_one_line():
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "ratoon.cli.main", "bench", "planner", "--groups", "4", "--ranks", "2"],
+            stdout=full, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert ended.returncode == 2
+    assert (
+        "no space left" in ended.stderr and "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
+    )

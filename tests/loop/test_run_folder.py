@@ -54,6 +54,22 @@ def test_what_vllm_takes_of_the_machine_may_change_and_what_it_draws_may_not(tmp
         open_run_folder(other, fresh=False)
 
 
+@pytest.mark.parametrize(
+    "smaller",
+    [
+        "--planner.max_rows_per_microbatch=400",
+        "--planner.share_prompts=false",
+        "--model.compile=none",
+        "--model.recompute=full",
+    ],
+)
+def test_a_run_that_ran_out_of_memory_goes_on_with_what_takes_less(tmp_path: Path, smaller: str):
+    write_tiny_recipe(tmp_path)
+    for given in ([], [smaller]):
+        with open_run_folder(load_recipe(tmp_path / "recipe.toml", given), fresh=False):
+            pass
+
+
 def test_engines_that_draw_the_same_may_change_and_others_may_not(tmp_path: Path):
     """A run of a recipe that named no engine goes on where `auto` is another: on a GPU, or in a later version."""
     write_tiny_recipe(tmp_path)

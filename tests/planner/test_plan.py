@@ -1,11 +1,12 @@
 """Step plans: exact cover, equal counts, the budget, and how near they come to the best."""
 
 import itertools
+import math
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from pydantic import ValidationError
 
 from ratoon.layout import pack_groups
 from ratoon.planner import CostModel, GroupShape, PlannerConfig, StepPlan, WindowCost, plan_shapes, plan_step
+from ratoon.planner.cutting import even_limit_s
+from ratoon.planner.group_shape import ShapeTable
 from ratoon.types import Prompt, Response, RolloutGroup
 
 FREE_MICROBATCHES = CostModel(seconds_per_microbatch=0.0)
@@ -67,7 +70,8 @@ def check_plan(plan: StepPlan, lengths: Lengths, num_ranks: int, max_rows: int, 
                 rows += P + sum(Rs[response] for response in response_indices)
                 work += cost.part_s(P, [Rs[response] for response in response_indices])
             assert rows <= max_rows
-            assert [index for index, _ in microbatch] == sorted(index for index, _ in microbatch)
+            indices = [index for index, _ in microbatch]
+            assert indices == sorted(set(indices)), "a prompt is computed once in a microbatch"
             num_rows += rows
             works.append(work)
         assert works == pytest.approx(sorted(works, reverse=True), rel=1e-9, abs=1e-15), "falling cost within a rank"
@@ -243,6 +247,54 @@ def test_a_group_is_cut_where_ranks_would_idle():
     assert shared.predicted_s < 1.05 * shared.lower_bound_s, "three groups for two ranks: one is shared"
 
 
+@pytest.mark.parametrize("ranks_meet", ["step", "microbatch"])
+@pytest.mark.parametrize(
+    ("num_ranks", "N", "P", "R"),
+    [
+        (3, 6, 2000, 400),
+        (3, 16, 8000, 400),
+        (4, 16, 2000, 500),
+        (6, 16, 4000, 500),
+        (7, 16, 4000, 500),
+        (8, 16, 2000, 500),
+    ],
+)
+def test_one_long_prompt_is_repeated_once_for_each_rank(
+    num_ranks: int, N: int, P: int, R: int, ranks_meet: Literal["step", "microbatch"]
+):
+    """As many parts as ranks. More, in one microbatch, would compute the prompt twice there; none would let ranks
+    wait."""
+    plan = plan_shapes(shapes_of([(P, [R] * N)]), num_ranks=num_ranks, ranks_meet=ranks_meet)
+    evenly = CostModel().part_s(P, [R] * -(-N // num_ranks)) + CostModel().seconds_per_microbatch
+    assert plan.predicted_s == pytest.approx(evenly, rel=1e-9)
+    assert plan.num_rows == num_ranks * P + N * R
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3_000), st.lists(st.integers(0, 900), max_size=8)), max_size=6),
+    st.integers(1, 9),
+)
+def test_the_even_limit_is_the_least_that_is_enough(lengths: Lengths, num_shares: int):
+    shapes, cost = shapes_of(lengths), CostModel()
+    table = ShapeTable.of(shapes)
+
+    def share_s(limit_s: float) -> float:
+        total_s = 0.0
+        for P, Rs in lengths:
+            prompt_s, responses_s = cost.part_s(P, []), [cost.part_s(P, [R]) - cost.part_s(P, []) for R in Rs]
+            whole_s = prompt_s + sum(responses_s)
+            room_s = max(limit_s - prompt_s, *responses_s) if Rs else 0.0
+            parts = (
+                math.ceil(sum(responses_s) / room_s - 1e-9) if Rs and whole_s > limit_s and room_s > 0 else len(Rs[:1])
+            )
+            total_s += parts * prompt_s + sum(responses_s)
+        return total_s / num_shares
+
+    limit_s = even_limit_s(table, cost, num_shares)
+    assert share_s(limit_s * (1 + 1e-6)) <= limit_s * (1 + 1e-6) + 1e-12
+    assert limit_s < 1e-9 or share_s(limit_s * (1 - 1e-3)) > limit_s * (1 - 1e-3)
+
+
 def test_no_prompt_is_repeated_where_it_costs_more_than_waiting():
     plan = plan_shapes(shapes_of([(10_000, [10] * 8)]), num_ranks=4, cost=ROWS_ONLY)
     assert num_parts_of(plan) == 1
@@ -316,6 +368,16 @@ def test_a_response_over_the_budget_is_named():
 def test_a_prompt_over_the_budget_is_named_even_with_empty_responses():
     with pytest.raises(ValueError, match="prompt 0 has 11 tokens"):
         plan_shapes(shapes_of([(11, [0])]), max_rows_per_microbatch=10)
+
+
+def test_a_meeting_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="ranks_meet must be 'step' or 'microbatch', got 'epoch'"):
+        plan_shapes([], ranks_meet=cast(Any, "epoch"))
+
+
+def test_shapes_may_come_one_by_one():
+    shapes = shapes_of([(5, [3, 4]), (7, [1])])
+    assert plan_shapes(iter(shapes), num_ranks=2) == plan_shapes(shapes, num_ranks=2)
 
 
 @pytest.mark.parametrize(("num_ranks", "max_rows"), [(0, 10), (-1, 10), (1, 0), (1, -5)])

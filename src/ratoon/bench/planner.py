@@ -26,6 +26,9 @@ from ratoon.planner.plan import RanksMeet
 MAX_SEQUENCE_RANKS = 64
 """Karmarkar-Karp over every sequence holds as many sums for each."""
 
+MAX_SEQUENCES = 1 << 20
+"""Of a step: planned in a minute by the slowest way."""
+
 _SEED = 0
 _MEDIAN_P, _MEDIAN_R = 600, 700
 _SPREAD_P, _SPREAD_R = 0.8, 0.9

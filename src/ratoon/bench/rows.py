@@ -58,7 +58,7 @@ class BenchRow:
 def check_results(path: Path | None) -> None:
     """Before anything is measured: raises UserError where rows could not be appended. Leaves no file behind."""
     if path is not None:
-        is_new = not path.exists()
+        is_new = not os.path.lexists(path)  # nor a link to nothing, which is the user's
         append_rows(path, [])
         if is_new:
             path.unlink()

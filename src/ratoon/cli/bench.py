@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratoon.cli.bench_names import NAMES
-from ratoon.cli.command import Commands, add_command, positive
+from ratoon.cli.command import Commands, add_command, positive, positive_to
 from ratoon.types.errors import UserError
+from ratoon.types.limits import MAX_GROUP_SIZE, MAX_PROCESSES, MAX_RESPONSES, MAX_TOKENS
 
 if TYPE_CHECKING:
     from ratoon.bench.outcome import Outcome
@@ -121,6 +122,13 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
         run=_attention,
     )
     _add_choices(attention, "implementations", "one direction of one implementation is timed", default_ms=400)
+    long_packs = _add_sequence_parallel(benches), _add_prefix_once(benches)
+    others = _add_planner(benches), _add_weak_scaling(benches), _add_rollout(benches), _add_memory(benches)
+    for bench in (update, attention, *long_packs, *others):
+        bench.add_argument("--results", type=Path, help="append rows to this .jsonl file")
+
+
+def _add_planner(benches: "Commands[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     planner = add_command(
         benches,
         "planner",
@@ -128,24 +136,27 @@ def register(commands: "Commands[argparse.ArgumentParser]") -> None:
         example=_PLANNER_EXAMPLE,
         run=_planner,
     )
-    planner.add_argument("--groups", type=positive, default=10_000, help="groups of the step; by default 10,000")
     planner.add_argument(
-        "--group-size", type=positive, default=8, metavar="N", help="responses of each prompt; by default 8"
+        "--groups", type=positive_to(MAX_RESPONSES), default=10_000, help="groups of the step; by default 10,000"
+    )
+    planner.add_argument(
+        "--group-size",
+        type=positive_to(MAX_GROUP_SIZE),
+        default=8,
+        metavar="N",
+        help="responses of each prompt; by default 8",
     )
     planner.add_argument(
         "--ranks", type=_counts, default=[8, 64, 1024], metavar="A,B", help="numbers of ranks; by default 8,64,1024"
     )
     planner.add_argument(
         "--max-rows",
-        type=positive,
+        type=positive_to(MAX_TOKENS),
         default=32_768,
         metavar="T",
         help="rows of a microbatch; by default 32,768; 26,000 hold any prompt with a response",
     )
-    long_packs = _add_sequence_parallel(benches), _add_prefix_once(benches)
-    others = _add_weak_scaling(benches), _add_rollout(benches), _add_memory(benches)
-    for bench in (update, attention, planner, *long_packs, *others):
-        bench.add_argument("--results", type=Path, help="append rows to this .jsonl file")
+    return planner
 
 
 def _add_sequence_parallel(benches: "Commands[argparse.ArgumentParser]") -> argparse.ArgumentParser:
@@ -295,9 +306,13 @@ def _attention(known: argparse.Namespace, _: Sequence[str]) -> int:
 
 def _planner(known: argparse.Namespace, _: Sequence[str]) -> int:
     """Runs the benchmark, prints its table, and appends its rows to `--results` if given."""
-    from ratoon.bench.planner import PlannerCase, bench_planner
+    from ratoon.bench.planner import MAX_SEQUENCES, PlannerCase, bench_planner
     from ratoon.bench.rows import append_rows, check_results
 
+    if (num_sequences := known.groups * known.group_size) > MAX_SEQUENCES:
+        raise UserError(
+            f"--groups times --group-size must be at most {MAX_SEQUENCES:,} responses, got {num_sequences:,}; lower one"
+        )
     check_results(known.results)
     print(
         f"{'ranks':>6}  {'impl':<36}{'layout':<12}{'of bound':>9}{'in lockstep':>12}{'microbatches':>14}{'plan s':>8}"
@@ -450,8 +465,8 @@ def _names(text: str) -> list[str]:
 
 
 def _counts(text: str) -> list[int]:
-    """An argument type: positive numbers with commas between them."""
-    return [positive(name) for name in _names(text)]
+    """An argument type: numbers of ranks with commas between them."""
+    return [positive_to(MAX_PROCESSES)(name) for name in _names(text)]
 
 
 def _command_line(program: str = "ratoon") -> str:

@@ -41,3 +41,14 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def positive_to(most: int) -> Callable[[str], int]:
+    """An argument type: `positive`, and no more than `most`."""
+
+    def parse(text: str) -> int:
+        if (number := positive(text)) > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most:,}, got {number:,}")
+        return number
+
+    return parse

@@ -66,6 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
+        if error.errno == errno.ENOSPC and error.filename is None:
+            # As above: what Python still holds of the output cannot be written either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            complain(known.command, "the output cannot be written: no space left where it goes; free some")
+            return 2
         if error.errno != errno.ENAMETOOLONG:
             raise
         complain(known.command, f"{str(error.filename)[:80]}... is a longer path than the system takes; shorten it")

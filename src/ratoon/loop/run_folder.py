@@ -29,6 +29,8 @@ _MAY_CHANGE = (
     "trainer.keep_checkpoints",
     "trainer.device",
     "model.recompute",
+    "model.compile",
+    "planner.",
     "trainer.offload_optimizer",
     "trainer.num_processes",
     "trainer.sharding",

@@ -13,6 +13,9 @@ from ratoon.planner.cost import CostModel
 from ratoon.planner.group_shape import GroupShape, ShapeTable
 from ratoon.types.errors import UserError
 
+_HALVINGS = 40
+"""Of an interval of seconds: to its 10^-12th."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -78,6 +81,54 @@ def cut_bundles(
             else:
                 bundles.extend((part,) for part in parts)
     return bundles
+
+
+def merge_parts(parts: Sequence[Part]) -> list[Part]:
+    """Those of one microbatch, which needs each group's prompt once: parts of a group become one. In order of groups'
+    first parts."""
+    by_group: dict[int, list[Part]] = {}
+    for part in parts:
+        by_group.setdefault(part.group_index, []).append(part)
+    return [_merge(of_group) if len(of_group) > 1 else of_group[0] for of_group in by_group.values()]
+
+
+def even_limit_s(table: ShapeTable, cost: CostModel, num_shares: int) -> float:
+    """What each of `num_shares` has where parts cost no more than that: the least that is enough for all parts, their
+    repeated prompts counted. More than an even share of the work, whose prompts are counted once.
+    """
+    if table.response_tokens_Q.size == 0:
+        return 0.0
+    response_s_Q = cost.response_s(table.prompt_tokens_G[table.group_of_Q], table.response_tokens_Q)
+    prompt_s_G = np.where(table.group_sizes_G > 0, cost.prompt_s(table.prompt_tokens_G), 0.0)
+    responses_s_G, costliest_s_G = np.zeros_like(prompt_s_G), np.zeros_like(prompt_s_G)
+    np.add.at(responses_s_G, table.group_of_Q, response_s_Q)
+    np.maximum.at(costliest_s_G, table.group_of_Q, response_s_Q)
+
+    def share_s(limit_s: float) -> float:
+        room_s_G = np.maximum(limit_s - prompt_s_G, costliest_s_G)
+        is_cut_G = (prompt_s_G + responses_s_G > limit_s) & (room_s_G > 0)
+        parts_G = np.ceil(np.divide(responses_s_G, room_s_G, out=np.ones_like(room_s_G), where=is_cut_G))
+        return float((parts_G * prompt_s_G + responses_s_G).sum()) / num_shares
+
+    # The more a part may cost, the fewer prompts are repeated: all limits above the least are enough.
+    too_little_s, enough_s = 0.0, float((prompt_s_G + responses_s_G).sum())
+    for _ in range(_HALVINGS):
+        middle_s = (too_little_s + enough_s) / 2
+        too_little_s, enough_s = (too_little_s, middle_s) if share_s(middle_s) <= middle_s else (middle_s, enough_s)
+    return enough_s
+
+
+def _merge(parts: Sequence[Part]) -> Part:
+    """Of one group."""
+    first, repeated = parts[0], len(parts) - 1
+    return Part(
+        first.group_index,
+        tuple(sorted(response for part in parts for response in part.response_indices)),
+        sum(part.num_rows for part in parts) - repeated * first.num_prompt_rows,
+        math.fsum(part.work_s for part in parts) - repeated * first.prompt_s,
+        first.num_prompt_rows,
+        first.prompt_s,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 from ratoon.planner.balancing import balance_ranks
 from ratoon.planner.binning import best_fit, spread
 from ratoon.planner.cost import CostModel
-from ratoon.planner.cutting import Bundle, Part
+from ratoon.planner.cutting import Bundle, Part, merge_parts
 
 Parts = list[Part]
 """Of one microbatch."""
@@ -85,7 +85,7 @@ def deal_by_rank(bundles: Sequence[Bundle], cost: CostModel, num_ranks: int, max
         num_bins = num_microbatches - len(own)
         even = spread(rank_rows, [part.work_s for part in parts], max_rows, num_bins)
         bins = rank_tight + [[] for _ in range(num_bins - len(rank_tight))] if even is None else even
-        ranks.append(own + [[parts[item] for item in sorted(items)] for items in bins])
+        ranks.append(own + [merge_parts([parts[item] for item in sorted(items)]) for items in bins])
     return ranks
 
 
@@ -102,7 +102,8 @@ def deal_by_microbatch(parts: Sequence[Part], num_ranks: int, max_rows: int) -> 
             break
     else:
         return None
-    microbatches = sorted(([parts[item] for item in sorted(items)] for items in bins), key=_work_s, reverse=True)
+    merged = (merge_parts([parts[item] for item in sorted(items)]) for items in bins)
+    microbatches = sorted(merged, key=_work_s, reverse=True)
     ranks: list[list[Parts]] = [[] for _ in range(num_ranks)]
     loads_s = np.zeros(num_ranks)
     for first in range(0, len(microbatches), num_ranks):

@@ -3,12 +3,12 @@
 # Shape letters: P prompt tokens, R response tokens, G groups, Q responses of all groups.
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from ratoon.planner.cost import CostModel
-from ratoon.planner.cutting import cut_bundles, cut_groups
+from ratoon.planner.cutting import cut_bundles, cut_groups, even_limit_s
 from ratoon.planner.dealing import Parts, Stretch, deal_by_microbatch, deal_by_rank, stretches_of
 from ratoon.planner.group_shape import GroupShape, ShapeTable
 from ratoon.types.rollouts import RolloutGroup
@@ -31,8 +31,8 @@ _BALANCED = 1.01
 """Predicted over lower bound, from which on no group is cut for balance."""
 
 _SHARES = (1.1, 1.0, 1 / 2, 1 / 3, 1 / 4)
-"""Of what a rank has between two meetings, if work is shared evenly: what a part may cost at most, tried in turn.
-Over 1, because prompts are then repeated."""
+"""Of what a rank has between two meetings, if work is shared evenly and each prompt counted once: what a part may cost
+at most, tried in turn behind `even_limit_s`. Over 1, because prompts are then repeated."""
 
 _BUNDLE_SHARES = (1.3, *_SHARES)
 """As `_SHARES`, of a bundle: a too large group's prompt is repeated for each rank, and such prompts are long."""
@@ -143,7 +143,7 @@ def plan_step(
 
 
 def plan_shapes(
-    shapes: Sequence[GroupShape],
+    shapes: Iterable[GroupShape],
     *,
     num_ranks: int = 1,
     max_rows_per_microbatch: int = 32_768,
@@ -161,6 +161,9 @@ def plan_shapes(
             "keeps_prompts: the pass of a kept prompt is one rank's own, and ranks that meet in every microbatch would "
             "wait for it for ever; leave it out, or plan with ranks_meet='step'"
         )
+    if ranks_meet not in get_args(RanksMeet):
+        raise ValueError(f"ranks_meet must be 'step' or 'microbatch', got {ranks_meet!r}")
+    shapes = list(shapes)
     table = ShapeTable.of(shapes)
     step = _Step(
         shapes=shapes,
@@ -200,6 +203,12 @@ class _Step:
         bundles = cut_bundles(self.shapes, self.table, max_rows=self.max_rows, cost=self.cost, max_work_s=max_work_s)
         return deal_by_rank(bundles, self.cost, self.num_ranks, self.max_rows)
 
+    def limits_s(self, shares: Sequence[float], num_meetings: int) -> Iterator[float]:
+        """What a part may cost at most, to try in turn; none where one rank has everything."""
+        if self.num_ranks > 1:
+            yield even_limit_s(self.table, self.cost, self.num_ranks * num_meetings)
+            yield from (share * self.lower_bound_s / num_meetings for share in shares)
+
     def plan(self, ranks: Sequence[Sequence[Parts]], *, keeps_prompts: bool = False) -> StepPlan:
         """ranks: parts by rank and microbatch, in any order."""
         ordered = [stretches_of(rank, self.cost, keeps_prompts=keeps_prompts) for rank in ranks]
@@ -236,11 +245,11 @@ def _deal_parts(step: _Step, ranks_meet: RanksMeet) -> list[list[Parts]]:
         even = step.deal(math.inf, "microbatch")
         if step_s(step.plan(even)) < step_s(best_plan):
             best, best_plan = even, step.plan(even)
-    even_s = step.lower_bound_s / (1 if ranks_meet == "step" else max(best_plan.num_microbatches, 1))
-    for share in _SHARES if step.num_ranks > 1 else ():
+    num_meetings = 1 if ranks_meet == "step" else max(best_plan.num_microbatches, 1)
+    for limit_s in step.limits_s(_SHARES, num_meetings):
         if step_s(best_plan) <= step.lower_bound_s * _BALANCED:
             break
-        candidate = step.deal(share * even_s, ranks_meet)
+        candidate = step.deal(limit_s, ranks_meet)
         candidate_plan = step.plan(candidate)
         if step_s(candidate_plan) < step_s(best_plan) * (1 - _WORTH_CUTTING):
             best, best_plan = candidate, candidate_plan
@@ -250,8 +259,7 @@ def _deal_parts(step: _Step, ranks_meet: RanksMeet) -> list[list[Parts]]:
 def _better_in_bundles(step: _Step, best: StepPlan) -> StepPlan:
     """A plan that sends the parts of too large groups to ranks together, where it is faster than `best`, or as fast
     with less to compute."""
-    limits_s = [share * step.lower_bound_s for share in _BUNDLE_SHARES] if step.num_ranks > 1 else []
-    for max_work_s in (math.inf, *limits_s):
+    for max_work_s in (math.inf, *step.limits_s(_BUNDLE_SHARES, 1)):
         if max_work_s < math.inf and best.predicted_s <= step.lower_bound_s * _BALANCED:
             break
         candidate = step.plan(step.deal_bundled(max_work_s), keeps_prompts=True)
